@@ -97,14 +97,16 @@ __all__ = [*sorted(_MODULES), "__version__"]
 def __getattr__(name: str) -> Any:
     """Imports a public name when it is first used, and keeps it as a global of the package.
 
+    "__version__" is not kept, but read anew from the installed distribution each time.
+
     Args:
-        name: A name of `__all__`. "__version__" is the version of the installed distribution.
+        name: A name of `__all__`.
 
     Returns:
-        The object.
+        The object of this name; for "__version__" the version as text.
 
     Raises:
-        AttributeError: If the package has no public name like this.
+        AttributeError: If `name` is not in `__all__`.
     """
     if name == "__version__":
         return importlib.metadata.version("solrl_jax")

@@ -11,6 +11,8 @@ def main() -> None:
 
     Raises:
         SystemExit: With code 1, 2 or 130, if the command did not succeed.
+        BaseException: An unforeseen error as it is, if the environment variable SOLRL_TRACEBACK is
+            set.
     """
     signals.block()
     from solrl_jax.cli import main

@@ -50,8 +50,10 @@ def load(preset: str, *overrides: str) -> Experiment:
     """Builds the experiment of a preset: models, prompts and rewards of a run, ready to use.
 
     Loads the weights onto the devices, after downloading models and rewards that the hub's cache
-    lacks, and starts the worker processes of rewards outside of JAX. Writes no run directory. Warns
-    (UserWarning) about settings that were chosen or reduced automatically.
+    lacks, imports the rewards and objectives `module:function` that the configuration names, and
+    starts the worker processes of rewards outside of JAX. Writes no run directory. Warns
+    (UserWarning) about settings that were chosen or reduced automatically. With several processes,
+    all must call it with the same arguments.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
@@ -68,8 +70,8 @@ def load(preset: str, *overrides: str) -> Experiment:
         ConfigError: If the preset or an override is invalid.
         InputError: If a file, model or function that they name cannot be used, or if there are too
             few devices or too little memory.
-        RunError: If a reward outside of JAX fails on a trial image, and the configuration says that
-            this stops the run.
+        RunError: If a reward outside of JAX fails on a trial image and `reward.on_failure` is
+            "stop", or if another process gives no answer.
     """
     settings, note = proposals.expand_mesh_auto(preset, overrides, this_machine)
     if note is not None:
@@ -107,30 +109,33 @@ def open_policy(
     (with the exponential moving average of the trained parameters) is opened.
 
     Args:
-        target: A run directory; the name of a preset; or a model, that is a directory in the layout
-            of diffusers or "embedded:NAME". `~` is expanded.
+        target: A run directory, which may be in an object store (gs:// or s3://); the name of a
+            preset; or a model, that is a directory in the layout of diffusers or "embedded:NAME".
+            The first of these that applies counts. `~` is expanded.
         *overrides: Settings that differ, as `key=value`. Those of a run may not change which
             parameters are trained.
         preset: If `target` is a model: the preset that gives prompts, reward and sampler. None:
-            `target` must not be a model.
+            `target` must not be a model. No effect for a run or a preset.
         checkpoint: The checkpoint of a run: "latest" (the newest that is not damaged), "best"
             (highest evaluation reward; of equal ones the newest), or the number of an iteration as
             text. A preset or a model accepts only "latest".
         trust: Whether a run directory may name rewards and objectives outside of this package,
-            which run code that the author of the directory chose.
+            which run code that the author of the directory chose. If not, such a run is an
+            InputError, unless `overrides` name the same ones.
 
     Returns:
         (experiment, parameters, iterations). The trainable parameters are float32 by path:
         {"blocks/attn/to_q/kernel": {"a": ..., "b": ...}} for a LoRA adapter, with a plain array for
-        a parameter trained in full. They are empty if training would start without a LoRA. The last
-        item is the number of iterations that they were trained for, 0 without a run.
+        a parameter trained in full. Without a run they are those of `lora.path`, or {} if it is
+        None. The last item is the number of iterations that they were trained for, 0 without a run.
 
     Raises:
         ConfigError: If the configuration or an override is invalid.
         InputError: If `target`, `checkpoint` or a file cannot be used, if a run needs `trust`, or
             if the sizes are estimated to need more memory than the devices have.
         RunError: If the checkpoint is damaged, or a reward outside of JAX fails on its trial image.
-        ValueError: If `target` begins with the `~USER` of a user that does not exist.
+        ValueError: If `target` begins with the `~USER` of a user that does not exist, or a pattern
+            in `train.parameters` or `lora.target_modules` matches no parameter of the model.
     """
     config, run = configuration(expand_home(str(target)), overrides, preset, trust=trust)
     path = find_checkpoint(run or str(target), checkpoint)
@@ -148,7 +153,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 
     Attributes:
         summary: The dictionary that `train` returns, for the iterations so far, with "interrupted"
-            True. "saved" says whether the last complete iteration was saved.
+            True. "saved" is False if the last complete iteration was not saved.
     """
 
     def __init__(self, summary: dict[str, Any]) -> None:
@@ -156,7 +161,8 @@ class TrainingInterrupted(KeyboardInterrupt):
         whether the iteration was saved.
 
         Args:
-            summary: What `train` would have returned, with "interrupted" True.
+            summary: What `train` would have returned, with "interrupted" True and "saved" True or
+                False.
         """
         iterations = summary["iterations"]
         if summary["saved"]:
@@ -180,9 +186,12 @@ def train(
 ) -> dict[str, Any]:
     """Trains a policy, in a new run directory or from the last checkpoint of an existing one.
 
-    The directory is the setting `run.dir`. Progress is printed on standard error. The first Ctrl-C
-    or SIGTERM stops training after the current batch; a second one ends the process with exit code
-    130.
+    The directory is the setting `run.dir`; it gets checkpoints, metrics, records and images.
+    Progress is printed on standard error. Models and rewards are loaded as by `load`. With several
+    processes, all must call it with the same arguments.
+
+    In the main thread, the first Ctrl-C or SIGTERM stops training after the current batch; a second
+    one ends the process with exit code 130.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
@@ -209,9 +218,11 @@ def train(
         TrainingInterrupted: If it was interrupted. A KeyboardInterrupt.
         ConfigError: If the preset or an override is invalid.
         InputError: If the run directory or an input file cannot be used, or the directory holds
-            another run.
+            another run, or another process uses it.
         RunError: If the run fails, for example because the disk is full, a reward fails, or
-            training diverges (`Diverged`).
+            training diverges (`Diverged`). The last complete iteration is then saved, except after
+            `Diverged`.
+        OSError: If the file system does not support locks.
     """
     settings, note = proposals.expand_mesh_auto(preset, overrides, this_machine)
     config = resolve(preset, settings)
@@ -243,42 +254,45 @@ def rank(
     rewards.
 
     Args:
-        experiment: The experiment, with its test prompts, rewards and exploration.
-            `rollout.candidates` is the number of candidates per prompt, and `rollout.kept` how many
-            of them training would keep.
-        adapters: The trainable parameters of the policy by path, e.g. those of `open_policy`.
+        experiment: The experiment, with its test prompts, rewards and exploration. In its
+            configuration, `rollout.candidates` is the number of candidates per prompt, and
+            `rollout.kept` how many of them training would keep.
+        adapters: The trainable parameters of the policy by path, e.g. those of `open_policy`. {} is
+            the base model.
         prompts: The number of test prompts to use, from the first one on.
-        formats: Number formats to explore in, e.g. ["nvfp4", "fp8"], or "auto" for the fastest
-            native one. Empty: that of each set of options.
+        formats: Number formats to explore in, e.g. ["nvfp4", "fp8"], or a single one as text;
+            "auto" stands for the fastest native one. Empty: that of each set of options. In all
+            three lists, repeated entries count once.
         explore: Names of sets of exploration options, files in `configs/explore/`, e.g. ["paper",
-            "best"]. Empty: the experiment's own options.
-        steps: Numbers of solver steps to explore with, up to `rollout.num_steps`. Empty: that of
-            each set of options.
+            "best"], or a single one as text. Empty: the experiment's own options.
+        steps: Numbers of solver steps to explore with, from 1 to `rollout.num_steps`. Empty: that
+            of each set of options.
         progress: A function that is called as images are generated, with the name of the phase
             ("regenerate" or "explore"), its total number of images, and the number of images in the
             last batch (0 when a phase starts; "explore" starts once per combination). The default
             does nothing.
 
     Returns:
-        One dictionary per combination. "explore" (the options), "precision" and "steps" identify
-        it; "candidates" (per prompt), "kept", "prompts" and "top_k" (4) are counts. With h the half
-        of `rollout.kept`, rounded down and at least 1, these are means over the prompts for which
-        they are defined: "spearman" and "kendall" (rank correlations of proxy and true rewards);
-        "top_k_match" (the share of the 4 truly best candidates among the h best by proxy),
-        "bottom_k_match" (the same for the worst); "top_k_regret" (what the missed candidates cost
-        in reward, as a share of the range of true rewards); "true_rank_best" and "true_rank_worst"
-        (the mean true rank, 1 for the best, of the h best and worst by proxy), and
-        "perfect_rank_best" and "perfect_rank_worst" (the same for a perfect proxy). "per_prompt" is
-        a list of the figures of each prompt but those of a perfect proxy, with its text as
-        "prompt". An undefined figure is NaN.
+        One dictionary per combination. "explore" (the name of the options, "" for the experiment's
+        own), "precision" and "steps" identify it; "candidates" (per prompt), "kept", "prompts" and
+        "top_k" (4) are counts. With h the half of `rollout.kept`, rounded down and at least 1,
+        these are means over the prompts for which they are defined: "spearman" and "kendall" (rank
+        correlations of proxy and true rewards); "top_k_match" (the share of the 4 truly best
+        candidates among the h best by proxy), "bottom_k_match" (the same for the worst);
+        "top_k_regret" (what the missed candidates cost in reward, as a share of the range of true
+        rewards); "true_rank_best" and "true_rank_worst" (the mean true rank, 1 for the best, of the
+        h best and worst by proxy), and "perfect_rank_best" and "perfect_rank_worst" (the same for a
+        perfect proxy). "per_prompt" is a list of the figures of each prompt but those of a perfect
+        proxy, with its text as "prompt". An undefined figure is NaN.
 
     Raises:
-        InputError: If `prompts` is not from 1 to the number of test prompts, or an entry of a list
-            cannot be used.
+        InputError: If `prompts` is not from 1 to the number of test prompts, an entry of a list or
+            a quantization rule cannot be used, or the prompts cannot be encoded.
         ConfigError: If a set of options does not exist or does not fit the configuration, or a
             number of steps does not.
-        RunError: If a reward outside of JAX fails and the configuration says that this stops the
-            run, or if the cache of prompts cannot be written.
+        RunError: If a reward outside of JAX fails and `reward.on_failure` is "stop", or if the
+            cache of prompts cannot be written.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     available = len(experiment.test_prompts)
@@ -300,10 +314,10 @@ def rank(
 
 
 def _entries(names: Sequence[str]) -> Sequence[str]:
-    """Returns a list of names, in which a text alone is its only entry.
+    """Returns names as a list: `[names]` for a single text, else `names` itself.
 
     Args:
-        names: The names, e.g. ["nvfp4", "fp8"], or one name as a text.
+        names: The names, e.g. ["nvfp4", "fp8"], or a single name as text.
     """
     return [names] if isinstance(names, str) else names
 
@@ -330,16 +344,18 @@ def generate(
     """Generates one image or clip per prompt, with a diffusers model or with the policy of a run.
 
     A model samples as its diffusers pipeline does. A run samples as its evaluation does, with its
-    EMA policy. The model is loaded in every call, so pass all prompts at once.
+    EMA policy. The model is loaded onto all devices in every call, so pass all prompts at once.
+    With several processes, all must call it with the same arguments.
 
     An image depends on its prompt and the seed, not on the other prompts. Repetitions of a prompt
     get different noise.
 
     Args:
-        model: A run directory, a directory in the layout of diffusers, "embedded:NAME", or
-            OWNER/NAME of a repository on the hub, which is downloaded if the cache lacks it. `~` is
-            expanded.
-        prompts: The prompts, at least one, or a single one as text.
+        model: A run directory, which may be in an object store (gs:// or s3://), a directory in the
+            layout of diffusers, "embedded:NAME", or OWNER/NAME of a repository on the hub, which is
+            downloaded if the cache lacks it. `~` is expanded.
+        prompts: The prompts, at least one, or a single one as text. A prompt may be empty; it has
+            at most 20,000 characters and no control characters.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation; 10 for
             a model.
         guidance_scale: The guidance scale, at least 0. Models with built-in guidance (FLUX.1) take
@@ -351,13 +367,13 @@ def generate(
         negative_prompt: The negative prompt of classifier-free guidance, for all images. Without
             such guidance it must be "".
         seed: The seed of the initial noise, 0 to 2**31 - 1.
-        size: (height, width) of the images in pixels, up to 16,384 each and of the multiples that
+        size: (height, width) of the images in pixels, 1 to 16,384 each and of the multiples that
             the model requires. For video models (Wan), (height, width, frames) with 1 plus a
             multiple of 4 frames; without a number of frames, that of the default. None: that of
             `latents`, of the run's evaluation or the model's default.
         latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, or [N, C, t, h,
-            w] for video models, as for the pipelines of diffusers (but not packed for FLUX.1).
-            None: drawn from the seed.
+            w] for video models, as for the pipelines of diffusers (but not packed for FLUX.1). All
+            values must be finite. None: drawn from the seed.
         lora: A LoRA to apply to a model: a .safetensors file of diffusers, kohya, ai-toolkit or
             ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.
         precision: The number format in which linear layers compute in all steps: "bf16", "fp32",
@@ -370,7 +386,7 @@ def generate(
         vae_tile_size: The side in pixels of the tiles in which images are decoded to save memory, a
             multiple of the pixels per latent pixel (8 for FLUX.1 and SD3, 32 for SANA). None: that
             of the run; whole images for a model.
-        batch_size: The greatest number of images that each device generates at once.
+        batch_size: The greatest number of images that each device generates at once, at least 1.
         checkpoint: The checkpoint of a run: "latest" (the newest that is not damaged), "best"
             (highest evaluation reward; of equal ones the newest), or the number of an iteration as
             text. A model accepts only "latest".
@@ -380,7 +396,7 @@ def generate(
         3], in the order of the prompts.
 
     Raises:
-        InputError: If an argument cannot be used.
+        InputError: If an argument cannot be used, or the images need more memory than the host has.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache cannot
             be written.
@@ -418,19 +434,22 @@ def generate_with_latents(
     Args:
         model: A run directory, a directory in the layout of diffusers, "embedded:NAME", or
             OWNER/NAME of a repository on the hub. `~` is expanded.
-        prompts: The prompts, at least one, or a single one as text.
+        prompts: The prompts, at least one, or a single one as text, as for `generate`.
         progress: A function that is called with the number of images of each batch, when the batch
-            has been sent to the devices (before it is computed).
+            has been sent to the devices (before it is computed). The default does nothing.
         **options: The other keyword arguments of `generate`, e.g. `num_steps`, `guidance_scale`,
             `seed` and `size`.
 
     Returns:
-        A `Generation`: `images`, float32 [N, height, width, 3]; `latents`, the initial noise,
-        float32 [N, C, h, w], for `generate` or a pipeline of diffusers (FLUX.1's takes it packed);
-        `num_steps`; and `precision`, a description of the number format.
+        A `Generation`: `images`, float32 [N, height, width, 3] in [0, 1], or clips, [N, frames,
+        height, width, 3]; `latents`, the initial noise, float32 [N, C, h, w], or [N, C, t, h, w]
+        for clips, for `generate` or a pipeline of diffusers (FLUX.1's takes it packed);
+        `num_steps`; `precision`, a description of the number format; and `frames_per_second` of
+        clips.
 
     Raises:
-        InputError: If an argument is unknown or cannot be used.
+        InputError: If an argument is unknown or cannot be used, or the images need more memory than
+            the host has.
         ConfigError: If the configuration of the run is invalid.
         RunError: If an image is not finite, the checkpoint is damaged, or the prompt cache cannot
             be written.
@@ -446,9 +465,10 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
     values.
 
     Args:
-        w: Real matrices [..., in, out], not empty, any array that `jnp.asarray` accepts. The values
-            should be finite, which is not checked: others give values that are not finite, too.
-        precision: The number format: "nvfp4", "fp8" or "int8".
+        w: Real matrices [..., in, out], not empty, in any form that `jnp.asarray` accepts. The
+            values should be finite, which is not checked: other values also make the result not
+            finite.
+        precision: The number format: "nvfp4", "fp8" or "int8". "auto" is not accepted.
 
     Returns:
         The quantized matrices, a leaf of a parameter tree. Padding that a format needs is internal:
@@ -496,34 +516,37 @@ def export(
     the Hugging Face hub.
 
     Args:
-        run: The run directory. `~` is expanded.
-        out: Where to write: a .safetensors file; for PEFT and for parameters trained in full, a
-            directory, which may contain nothing but an earlier export; with `hub`, the folder to
-            upload, which may contain nothing but an earlier one, and None stands for `hub` in the
-            run directory. Missing parent directories are created. `~` is expanded.
+        run: The run directory, which without `hub` may be in an object store (gs:// or s3://). `~`
+            is expanded.
+        out: Where to write. Required without `hub`. A .safetensors file; for PEFT and for
+            parameters trained in full, a directory, which may contain nothing but an earlier
+            export; with `hub`, the folder to upload, which may contain nothing but an earlier one.
+            None, with `hub` alone, stands for the folder `hub` in the run directory. Missing parent
+            directories are created. `~` is expanded.
         form: The program that is to load it, "diffusers" or "peft". Parameters trained in full need
             "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
         fold_alpha: Whether the factor B of a LoRA is multiplied by alpha / rank, for programs that
-            ignore alpha. Only for "diffusers".
+            ignore alpha. Only for "diffusers", and for LoRA adapters alone.
         checkpoint: "latest" (the newest that is not damaged), "best" (highest evaluation reward; of
             equal ones the newest), or the number of an iteration as text.
-        force: Whether existing files may be replaced.
+        force: Whether existing files may be replaced. If not, they are an InputError.
         hub: The repository to upload to, OWNER/NAME, which is created if it does not exist. Only
             for "diffusers". None: nothing is uploaded.
         private: Whether a new repository is private. Only with `hub`.
         dry_run: Whether to write the folder without uploading it. Only with `hub`.
 
     Returns:
-        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file). For
-        parameters trained in full also "trained_in_full" (their number of arrays). With `hub` also
-        "folder" (its absolute path) and, unless `dry_run`, "url" (the address of the repository).
+        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file: with
+        `fold_alpha`, alpha is the rank). For parameters trained in full also "trained_in_full"
+        (their number of arrays). With `hub` also "folder" (the absolute path of the uploaded
+        folder) and, unless `dry_run`, "url" (the address of the repository).
 
     Raises:
         InputError: If `run` has no such checkpoint, `out` cannot be written or exists without
-            `force`, an option does not suit the run, the parameters are not finite in `dtype` or
-            change nothing, the user is not logged in to the hub, or a run in an object store is to
-            be uploaded.
+            `force`, an option does not suit the run or the other options, the parameters are not
+            finite in `dtype` or change nothing, the user is not logged in to the hub, or a run in
+            an object store is to be uploaded.
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, the disk refuses, or the upload fails (the folder is
             then complete).
@@ -600,14 +623,15 @@ def _export_files(
             "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
         fold_alpha: Whether the factor B of a LoRA is multiplied by alpha / rank. Only for
-            "diffusers".
+            "diffusers", and for LoRA adapters alone.
         checkpoint: "latest" (the newest that is not damaged), "best" (highest evaluation reward; of
             equal ones the newest), or the number of an iteration as text.
         force: Whether existing files may be replaced.
 
     Returns:
-        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file), and for
-        parameters trained in full "trained_in_full" (their number of arrays).
+        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file: with
+        `fold_alpha`, alpha is the rank), and for parameters trained in full "trained_in_full"
+        (their number of arrays).
 
     Raises:
         InputError: If `run` has no such checkpoint, `out` cannot be written or exists without
@@ -666,15 +690,17 @@ def export_lora(
 ) -> None:
     """Writes LoRA adapters in memory to files, in float32. `export` does this for a run directory.
 
-    An existing file or an earlier export is replaced.
+    An existing file or an earlier export is replaced without asking. Layers whose two factors are
+    zero are left out.
 
     Args:
         experiment: The experiment in which the adapters were trained. Its model gives the names of
             the layers, and its configuration rank and alpha.
         adapters: The adapters by the path of their layer, each {"a": [..., in, rank], "b": [...,
             rank, out]}.
-        path: For "diffusers" a .safetensors file; for "peft" a directory, which may contain nothing
-            but an earlier export. Missing parent directories are created. `~` is not expanded.
+        path: For "diffusers" a file that ends in .safetensors; for "peft" a directory, which may
+            contain nothing but an earlier export. Missing parent directories are created. `~` is
+            not expanded.
         form: The program that is to load them, "diffusers" or "peft".
 
     Raises:
@@ -715,7 +741,7 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
 
 
 def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, LoraSettings]:
-    """Reads a LoRA as adapters for the model of an experiment.
+    """Reads a LoRA as adapters for the model of an experiment, which stays as it is.
 
     Args:
         experiment: The experiment. Only its model matters.
@@ -724,8 +750,9 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
 
     Returns:
         (adapters, settings). The adapters, float32, by the path of their linear layer: {"a": [...,
-        in, rank], "b": [..., rank, out]}. The settings are their rank and alpha. If the layers of
-        the file differ in these, all get the largest rank, and alpha equals it.
+        in, rank], "b": [..., rank, out]}. The settings are their rank and alpha, where a layer
+        without an alpha has its rank as alpha. If the layers of the file differ in these, all get
+        the largest rank, alpha equals it, and B is scaled so that the effect stays the same.
 
     Raises:
         InputError: If the file cannot be read, does not fit the model, is not finite, or has parts

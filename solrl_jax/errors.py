@@ -9,7 +9,7 @@ class RunError(Exception):
     """The run failed for a reason other than its input, such as a full disk.
 
     The message is one line. When it reaches a command, the command prints the message and exits
-    with code 1. It is no ValueError.
+    with code 1. It is not a ValueError.
     """
 
 
@@ -26,7 +26,7 @@ def first_line(error: BaseException) -> str:
     empty.
 
     Args:
-        error: The error.
+        error: The error. If its message begins with a line break, the result is "".
     """
     return next(iter(text(error).splitlines()), type(error).__name__)
 
@@ -89,8 +89,9 @@ def in_one_line(make_message: Callable[[str], str] = str) -> Iterator[None]:
     """Turns errors in the body about the content of files into an InputError of one line. A context
     manager and decorator.
 
-    It converts OSError, ValueError (thus also InputError), LookupError, TypeError, AttributeError,
-    ArithmeticError and RecursionError. Other errors, such as RunError, pass unchanged.
+    It converts OSError (thus also StoreError), ValueError (thus also InputError and ConfigError),
+    LookupError, TypeError, AttributeError, ArithmeticError and RecursionError. Other errors, such
+    as any other RunError, pass unchanged.
 
     Args:
         make_message: A function that returns the message for the user, given the error's own

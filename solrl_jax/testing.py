@@ -40,8 +40,10 @@ def assert_ranking_preserved(
 ) -> None:
     """Asserts that exploration ranks the candidates of each prompt nearly as their true rewards do.
 
-    Three figures can be checked, each as a mean over prompts: two rank correlations, and how many
-    of the best candidates exploration finds. At least one of them must be asked for.
+    Three figures can be checked, each as a mean over the prompts for which it is defined: two rank
+    correlations, and the fraction of the best candidates that exploration finds. At least one of
+    them must be asked for. Candidates with a reward that is not finite are left out of the
+    correlations, and never count as found.
 
     Args:
         proxy: The rewards of the candidates in exploration, [prompts, candidates].
@@ -59,7 +61,8 @@ def assert_ranking_preserved(
     Raises:
         AssertionError: If a figure is below its bound, or undefined for all prompts.
         ValueError: If the two arrays do not have one shape [prompts, candidates], nothing is asked
-            for, or `top_k`, `within` and `match` do not fit together.
+            for, `within` or `match` comes without `top_k`, or not 1 <= top_k <= within <=
+            candidates.
     """
     proxy, true = _pools(proxy, true)
     if top_k is None and not (match is within is None):
@@ -90,17 +93,18 @@ def assert_top_k_regret(
 ) -> None:
     """Asserts that the candidates that exploration finds are nearly as good as the truly best ones.
 
-    The regret of a prompt is the mean true reward of its `top_k` truly best candidates, less that
-    of the `top_k` best among those that exploration ranks first, divided by the range of its true
-    rewards. It is 0 if exploration finds candidates that are just as good.
+    The regret of a prompt is the mean true reward of its `top_k` truly best candidates, less the
+    mean true reward of the `top_k` truly best among the `within` best by proxy reward, divided by
+    the range of the prompt's true rewards. It is 0 if exploration finds candidates that are just as
+    good. Rewards that are not finite are left out.
 
     Args:
         proxy: The rewards of the candidates in exploration, [prompts, candidates].
         true: The rewards of the same candidates when they are fully generated, [prompts,
             candidates].
         top_k: How many candidates are compared, at least 1.
-        within: How many of the best candidates by proxy reward they are taken from, from `top_k` to
-            the number of candidates. None means `top_k`.
+        within: How many of the best candidates by proxy reward the `top_k` are taken from, from
+            `top_k` to the number of candidates. None means `top_k`.
         bound: The largest accepted regret in the mean over prompts, in [0, 1].
 
     Raises:
@@ -170,14 +174,15 @@ def assert_block_error(
 ) -> None:
     """Asserts that quantization in blocks has a small error.
 
-    The error of a block is its largest absolute error, divided by its largest absolute value.
+    The error of a block is its largest absolute error, divided by the largest absolute value of `x`
+    in it; 0 if nothing was changed. If `block` does not divide the axis, the last block is shorter.
 
     Args:
         x: The values before quantization, of any shape with at least one axis.
         quantized: The values after quantization and dequantization, of the same shape.
-        bound: The largest accepted error of a block. The default, 0.177, is that of NVFP4.
-        block: The number of values in a block, at least 1.
-        axis: The axis along which values form blocks.
+        bound: The largest accepted error of a block. The default, 0.177, is the bound of NVFP4.
+        block: The number of values in a block, at least 1. The default, 16, is that of NVFP4.
+        axis: The axis along which values form blocks, by default the last one.
 
     Raises:
         AssertionError: If a block has a larger error, or a value that is not finite.

@@ -58,12 +58,13 @@ def convert(
         file: The pickle that `torch.save` wrote: a dictionary of tensors, which may lie under a key
             such as "state_dict".
         out: The file to write, which must end in .safetensors; for a native SANA checkpoint, the
-            directory.
+            directory. Missing parent directories are created.
         base: A directory of a SANA pipeline of the same width, in the format of diffusers. Its text
             encoder, autoencoder and scheduler are copied to `out`, and its configuration completes
             that of the transformer. Required for a native SANA checkpoint, and None for all other
             files.
-        force: Whether `out` is replaced if it exists.
+        force: Whether `out` is replaced if it exists. If not, it is an InputError, and so is in any
+            case a directory with files that the new one will not have.
 
     Returns:
         A dict with these keys:
@@ -72,7 +73,7 @@ def convert(
         * "took": the key that the tensors were under, e.g. "state_dict"; None if there was none.
         * "left_out": other entries of the pickle, each described as text.
         * "kind": "sana" for a native SANA checkpoint, else "tensors".
-        * "tensors" and "bytes": the number of tensors, and the size of their file.
+        * "tensors" and "bytes": the number of tensors, and the size of the file with them.
         * Only for SANA: "parameters" (their number), "ffn" (the kind of MLP), "ignored" (names of
           tensors that the network does not need) and "config" (the content of the transformer's
           config.json).
@@ -133,13 +134,13 @@ def describe(summary: Mapping[str, Any]) -> str:
 
 
 def _torch() -> Any:
-    """Imports PyTorch and returns the module.
+    """Imports PyTorch.
 
     Returns:
         The module `torch`.
 
     Raises:
-        InputError: If it is not installed, or older than 2.6, which may run code that a pickle
+        InputError: If PyTorch is not installed, or older than 2.6, which may run code that a pickle
             holds.
     """
     try:
@@ -245,8 +246,10 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
         dots between nested keys, or None; and a text "KEY (TYPE)" for each entry that is left out.
 
     Raises:
-        InputError: If the value is not a dictionary with tensors, or holds anything beside them but
-            None, booleans, numbers and text.
+        InputError: If the value is not a dictionary with tensors, if too many dictionaries lie
+            inside each other (`MOST_NESTED`), or if the dictionary of the tensors also holds
+            anything but None, booleans, numbers and text, or a tensor whose key is no name. Entries
+            beside that dictionary may be of any type.
     """
     prefix = ""
     left_out = []
@@ -277,11 +280,11 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
 
 def _is_name(key: Any) -> bool:
-    """Returns whether a tensor in a safetensors file can have a name.
+    """Returns whether a key can be the name of a tensor in a safetensors file.
 
     Args:
-        key: A key of a dictionary in the pickle. Names are text that UTF-8 can encode; the name
-            "__metadata__" is taken.
+        key: A key of a dictionary in the pickle. Names are text that UTF-8 can encode, except
+            "__metadata__", which safetensors reserves.
     """
     return (
         isinstance(key, str)
@@ -447,7 +450,8 @@ def _check_directory(out: Path, names: set[str]) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copies a file, and creates the directories above the copy.
 
-    A safetensors file becomes a hard link where possible, which takes no space.
+    A safetensors file becomes a hard link where possible, which takes no space. Any other file is
+    synced to the disk.
 
     Args:
         source: The file to copy.
@@ -521,15 +525,15 @@ def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
     Args:
         file: The pickle to read.
         out: The safetensors file to write, or for a native SANA checkpoint a directory.
-        base: For a native SANA checkpoint, the directory of a SANA pipeline of equal width, whose
-            other components are added. None for all other files.
+        base: For a native SANA checkpoint, the directory of a SANA pipeline of equal width, of
+            which all components but the transformer are copied to `out`. None for all other files.
         force: Whether existing files are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:
-        InputError: If a path cannot be used, PyTorch is missing or too old, reading the file might
-            run code, or the file holds more than tensors and plain values, or other tensors than
-            the network's.
+        InputError: If a path cannot be used or exists without `force`, PyTorch is missing or too
+            old, reading the file might run code, or the file holds more than tensors and plain
+            values, or (for SANA) other tensors than the network's.
         RunError: If the result cannot be written to the disk.
     """
     summary = convert(file, out, base, force=force)

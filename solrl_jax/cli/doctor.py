@@ -71,9 +71,9 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
     On a GPU, also run the kernels of the low-precision formats and of attention for a moment, and
     compare them with plain JAX. For a PRESET, also propose settings for this machine, which
-    `solrl train PRESET mesh=auto` takes. Loads no weights and downloads nothing. Sends a request to
-    the endpoint of each judge that PRESET uses as a reward, and reduced ones while it refuses. The
-    exit code is 1 if something is missing or a kernel is wrong.
+    `solrl train PRESET mesh=auto` takes. Loads no weights and downloads nothing but prompt sets of
+    the Hub. Sends a request to the endpoint of each judge that PRESET uses as a reward, and reduced
+    ones while it refuses. The exit code is 1 if something is missing or a kernel is wrong.
 
     \b
     solrl doctor
@@ -107,6 +107,8 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
 def machine() -> dict[str, Any]:
     """Describes this machine. On a GPU, also tests its low-precision kernels, which takes a moment.
+
+    It starts JAX's backend, and on a GPU loads cuDNN into the process.
 
     Returns:
         A dict of JSON values:
@@ -168,12 +170,14 @@ def machine() -> dict[str, Any]:
 
 
 def needs(config: Config) -> dict[str, Any]:
-    """Finds what this machine lacks to run a configuration. Loads no weights and downloads nothing.
+    """Finds what this machine lacks to run a configuration. Loads no weights, and downloads nothing
+    but prompt sets of the hub that its cache lacks.
 
     All parts are checked, so that the result names everything that is missing; but names, options
-    and functions of rewards are checked only if the prompts, the cache and the files of rewards can
-    be used and nothing has to be downloaded. If the configuration uses judges (vision-language
-    models behind an HTTP endpoint), each gets a request, and reduced ones while it refuses.
+    and functions of rewards are checked (and functions imported) only if the prompts, the cache and
+    the files of rewards can be used and nothing has to be downloaded. If the configuration uses
+    judges (vision-language models behind an HTTP endpoint), each gets a request, and reduced ones
+    while it refuses.
 
     Args:
         config: The configuration to check.
@@ -184,7 +188,8 @@ def needs(config: Config) -> dict[str, Any]:
         * "preset": its name.
         * "weights": bytes of "transformer", "text encoders" and "vae"; empty if they are unknown.
         * "downloads": names of the hub repositories that the first start will download.
-        * "judges": for each judge, by its name, its address and what it supports.
+        * "judges": for each judge that answers, by its name, a line with its address and what it
+          supports.
         * "adapted": a line for each setting that is lowered because a prompt file has fewer
           prompts.
         * "missing": a message for each problem.
@@ -271,7 +276,7 @@ def _probe_judge(name: str, config: Config) -> str:
         config: The configuration, with the options of the judge in `reward.options`.
 
     Returns:
-        One line with the address of the endpoint and the features that it supports.
+        A text with the address of the endpoint and the features that it supports.
 
     Raises:
         InputError: If the options are invalid, a package is missing, the endpoint does not answer,
@@ -298,13 +303,14 @@ def proposal(config: Config) -> dict[str, Any]:
     """Proposes settings for this machine, those that `solrl train PRESET mesh=auto` would take.
 
     Args:
-        config: The configuration of the preset.
+        config: The configuration: a preset with its overrides.
 
     Returns:
         A dict: "settings" (a list of `key=value` that differ from `config`), "planned" (the bytes
         of one device that an earlier plan with these settings needs; None if they are a guess),
-        "seconds" (lower bounds of that plan by the phase of an iteration; may be empty) and
-        "reason" (a line on where the settings come from).
+        "seconds" (the lower bounds of that plan by the phase of an iteration; {} if they are a
+        guess or the plan is for another kind of device) and "reason" (a line on where the settings
+        come from).
     """
     here = api.this_machine()
     chosen = proposals.propose(config, here, proposals.load_records())
@@ -360,8 +366,8 @@ def _check_weights(path: str) -> None:
     """Checks that a model's files are all there and contain all tensors. The weights are not read.
 
     Args:
-        path: The model, as `model.path` names it: a directory, "embedded:NAME", or a hub repository
-            that is in the local cache.
+        path: The model, as `model.path` names it: a directory, "embedded:NAME", or OWNER/NAME of a
+            repository of the hub that is in the local cache.
 
     Raises:
         InputError: If a file or a tensor is missing, or the model cannot be opened.
@@ -382,8 +388,8 @@ def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
     Returns:
         A dict by the name of a reward or of a part of it, e.g. "pickscore" or
         "pickscore/tokenizer". The values are repositories of the hub with their files (`Hub`), or
-        files that `solrl convert` makes (`Converted`). Rewards without released weights are not in
-        it.
+        files that `solrl convert` makes (`Converted`). Rewards without released weights are left
+        out. `reward.paths` is not considered.
     """
     names = _reward_names(config)
     return {key: source for key, source in SOURCES.items() if key.split("/")[0] in names}
@@ -430,7 +436,7 @@ def _reward_downloads(config: Config) -> list[str]:
 
 
 def _wrong(summary: dict[str, Any]) -> list[str]:
-    """Returns a message "KERNEL: PROBLEM" for each kernel that was found to be wrong.
+    """Returns a list with a message "KERNEL: PROBLEM" for each kernel that was found to be wrong.
 
     Args:
         summary: The description of the machine. Its entry "checks" is a dict: the problem of each
@@ -454,7 +460,7 @@ def cudnn() -> str | None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """Parses a version into integers, so that versions can be compared.
+    """Returns the integers of a version, so that versions can be compared.
 
     Args:
         version: Integers with dots between them, e.g. "9.10.1", which gives (9, 10, 1).

@@ -33,7 +33,8 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If there is no cache, or the model or a prompt file cannot be used.
+        InputError: If `model.prompt_cache_dir` is None, or the model or a prompt file cannot be
+            used.
         RunError: If the cache cannot be written.
     """
     with bar(None, "encode", "prompt") as progress:
@@ -52,20 +53,21 @@ def fill_cache(
     """Encodes all training and test prompts of a configuration, and keeps them in its cache.
 
     Also encodes the empty prompt, which guidance needs. Prompts that are in the cache are not
-    encoded again. Only the text encoders are loaded; the model is downloaded if necessary.
+    encoded again. Of the model, only the text encoders are loaded; it is downloaded if necessary,
+    and so are prompt sets of the hub.
 
     Args:
         config: The configuration. `model.prompt_cache_dir` names the directory of the cache.
         progress: Called after each batch with the number of its prompts, those in the cache
-            included. The empty prompt is in none.
+            included. The empty prompt is not reported. The default does nothing.
 
     Returns:
         A dict: "cache" (the directory as text), "prompts" (the number of distinct prompts, with the
         empty one), "encoded" (how many of them were not in the cache) and "bytes_each" (the size of
-        one encoded prompt).
+        one encoded prompt in bytes).
 
     Raises:
-        InputError: If the configuration has no cache, or the model, a file or the cache cannot be
+        InputError: If `model.prompt_cache_dir` is None, or the model, a file or the cache cannot be
             used.
         RunError: If an encoded prompt cannot be written to the disk.
     """

@@ -87,14 +87,15 @@ def command(
         overrides: Settings `key=value` that differ from those of the target. With `paired`, the
             first one is not a setting, but the run, preset or model to compare with.
         paired: Whether a second policy is evaluated with the same settings and noise, and compared
-            with the first image by image. For a run, the newest checkpoint is used.
-        rewards: Names of rewards to compute beside the trained ones, separated by commas. None:
-            those of the field `reward.eval_only`.
+            with the first image by image. If it is that of a run, the newest checkpoint is used.
+        rewards: Names of rewards to compute beside the trained ones, separated by commas, with or
+            without spaces around them. None: those of the field `reward.eval_only`.
         gallery: A PNG file to write, with the 8 prompts and 4 images each on which the two policies
             differ most. Only with `paired`. None: no file.
         preset: The preset whose settings a bare model is evaluated with; None: "tiny". Must be None
             for a run or a preset, which has its own settings.
-        checkpoint: The checkpoint of a run: "best", "latest" or the number of an iteration.
+        checkpoint: The checkpoint of `target` if that is a run: "best", "latest" or the number of
+            an iteration.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
         force: Whether an existing `gallery` is replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
@@ -184,8 +185,9 @@ def _watched(config: Config, names: str | None) -> tuple[str, ...]:
 
     Args:
         config: The configuration. The rewards in its `reward.weights` are computed in any case.
-        names: The text of the option: names of rewards, separated by commas. None: the option was
-            not given.
+        names: The text of the option: names of rewards, separated by commas, with or without spaces
+            around them. Repetitions and trained rewards are dropped. None: the option was not
+            given.
 
     Returns:
         A tuple of one override, e.g. ('reward.eval_only=["shapes"]',). An empty tuple for None,
@@ -218,6 +220,10 @@ def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
 
     Returns:
         The scores of all images, and the mean and standard error of each score.
+
+    Raises:
+        RunError: If a reward outside of JAX fails and `reward.on_failure` is "stop", or the cache
+            of prompts cannot be written.
     """
     config = experiment.config.eval
     with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as progress:
@@ -234,15 +240,16 @@ def _draw(
     """Writes a PNG that shows the images of two policies for the same prompts and noise side by
     side.
 
-    Each prompt is followed by the differences of the reward, first policy less second, one per
-    image.
+    Each prompt is followed in parentheses by the differences of the reward, first policy less
+    second, one per image.
 
     Args:
         path: The file to write. An existing one is replaced.
-        differing: Which images are shown, and the differences of their rewards.
+        differing: The differences of the rewards of the images, one row per prompt. The other
+            fields are not read.
         names: The names of the first and the second policy, as headings.
-        first: The images of the first policy, for the left side.
-        second: The images of the second policy, for the right side.
+        first: The images of the first policy, for the left side, with their prompts and verdicts.
+        second: The images of the second policy for the same prompts, for the right side.
 
     Raises:
         RunError: If the file cannot be written to the disk.

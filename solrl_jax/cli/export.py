@@ -68,8 +68,8 @@ def command(
             the run directory.
         hub: The repository of the Hugging Face Hub to upload to, OWNER/NAME; None: nothing is
             uploaded.
-        private: Whether the repository becomes private if it does not exist yet.
-        dry_run: Whether the folder is written and not uploaded.
+        private: Whether the repository becomes private if it does not exist yet. Only with `hub`.
+        dry_run: Whether the folder is written and not uploaded. Only with `hub`.
         form: The layout of the LoRA: "diffusers" or "peft".
         dtype: The number format of the tensors, "fp32" or "bf16".
         fold_alpha: Whether the LoRA's scale alpha / rank is multiplied into its matrices B, for
@@ -81,8 +81,8 @@ def command(
     Raises:
         ConfigError: If the configuration of the run is invalid.
         InputError: If `run` is no run directory or has no such checkpoint, `out` cannot be written
-            or exists without `force`, an option does not suit the run, the parameters are not
-            finite or change nothing, or the hub does not know the user.
+            or exists without `force`, an option does not suit the run or the other options, the
+            parameters are not finite or change nothing, or the user is not logged in to the hub.
         RunError: If the checkpoint is damaged, the disk cannot be written to, or the upload fails.
     """
     summary = api.export(

@@ -46,14 +46,15 @@ def _parse_size(
     Args:
         _context: The context of click. Not read.
         _parameter: The option. Not read.
-        value: The text "HEIGHTxWIDTH" in pixels, e.g. "512x768"; None if the option was not given.
+        value: The text "HEIGHTxWIDTH" in pixels, e.g. "512x768", or "HEIGHTxWIDTHxFRAMES"; "X" is
+            accepted for "x". None if the option was not given.
 
     Returns:
-        Height and width, and the number of frames if it is given; None if the option was not
-        given.
+        (height, width) or (height, width, frames); None if the option was not given.
 
     Raises:
-        InputError: If the text has another form, or a number is not between 1 and 16,384.
+        InputError: If the text has another form (also with spaces), or a number is not from 1 to
+            16,384.
     """
     if value is None:
         return None
@@ -70,10 +71,10 @@ def _open_latents(path: Path) -> np.ndarray:
     """Opens a .npy file without reading its values (`numpy.memmap`).
 
     Args:
-        path: The .npy file.
+        path: The .npy file, which must not change while the array is used.
 
     Returns:
-        A read-only array, of the dtype and shape that the file has.
+        A read-only array, of the dtype and shape that the file has. Neither is checked.
 
     Raises:
         InputError: If there is no such file, or it is not a .npy file.
@@ -100,7 +101,7 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
     Args:
         out: The directory. It is created if necessary.
         generation: The images or clips and their initial noise.
-        prompts: The prompt of each image, which the grid shows.
+        prompts: The prompt of each image, which the grid shows. The grid has up to 8 columns.
 
     Raises:
         RunError: If a file cannot be written to the disk.
@@ -231,12 +232,13 @@ def command(
         model: A run directory, a model directory, "embedded:NAME", or OWNER/NAME of a repository of
             the Hub.
         prompts: A file with prompts, or "embedded:NAME". Repeated prompts each give an image.
-        out: The directory for the PNGs, the grid and the arrays.
-        instruction_file: A text file with the text that precedes every prompt; None: the run's, or
-            none.
-        latents_file: A .npy file with the initial noise, float32 [N, C, h, w]; None: drawn from the
-            seed.
-        force: Whether existing files are replaced.
+        out: The directory for the PNGs (animated WebPs for clips), the grid and the arrays. It is
+            created if necessary.
+        instruction_file: A text file with the text that precedes every prompt, for SANA; None: that
+            of the run, or none for a model.
+        latents_file: A .npy file with the initial noise, float32 [N, C, h, w], or [N, C, t, h, w]
+            for clips, with one entry per prompt; None: drawn from the seed.
+        force: Whether existing files of these names are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
         **arguments: Keyword arguments of `api.generate` by their names: "num_steps",
             "guidance_scale", "true_cfg_scale", "negative_prompt", "vae_tile_size", "batch_size",

@@ -71,14 +71,16 @@ def command(
     Args:
         target: A run directory or the name of a preset.
         overrides: Settings that differ, as `key=value`.
-        errors: Whether to load the weights and measure the error of each quantized layer. Not
-            together with `sensitivity`.
-        sensitivity: The number of held-out prompts for which images are generated, to measure how
-            quantizing each group of layers changes the ranking of candidates, and to propose which
-            groups to leave unquantized. None: not measured.
+        errors: Whether to load the weights, with the newest checkpoint of a run, and measure the
+            error of each quantized layer. Not together with `sensitivity`.
+        sensitivity: The number of held-out prompts, from the first one on, for which images are
+            generated to measure how quantizing each group of layers changes the ranking of
+            candidates, and to propose which groups to leave unquantized. None: not measured.
         drop: By how much the proposal may lower the rank correlation (Spearman) between the rewards
-            of quantized exploration and of regeneration; None: 0.02. Only with `sensitivity`.
+            of quantized exploration and of regeneration, 0 to 2; None: 0.02. Only with
+            `sensitivity`.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
+            Only `sensitivity` uses any.
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:

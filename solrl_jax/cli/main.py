@@ -74,7 +74,7 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Imports a command and returns it, or None if there is no such command.
 
-        Ctrl-C, SIGTERM and SIGHUP wait until the import is done.
+        Ctrl-C, SIGTERM and SIGHUP are held back until the import is done.
 
         Args:
             ctx: The context of click. Not read.
@@ -90,11 +90,13 @@ class Commands(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Finds the command that the user called. For a former name, also prints the present one.
+        """Finds the command that the user called, and imports it. For a former name, also prints
+        the present one on standard error.
 
         Args:
             ctx: The context of click.
-            args: The arguments of the command line, which begin with the name of the command.
+            args: The arguments of the command line, at least one, of which the first is the name of
+                the command.
 
         Returns:
             The name of the command, the command, and the arguments after its name.
@@ -111,7 +113,7 @@ class Commands(click.Group):
 
         InputErrors and RunErrors of the command are raised again with a message that names its
         options, e.g. "--num-steps", in place of Python arguments (`with_options`). Other errors
-        pass unchanged. Ctrl-C ends the process.
+        pass unchanged. Ctrl-C ends the process with the message "interrupted".
 
         Args:
             ctx: The context of click, with the arguments.
@@ -182,13 +184,16 @@ def main() -> None:
     """Runs the command line, with the arguments in `sys.argv`.
 
     Returns if the command succeeds. An error is printed in one line on standard error, with
-    `--json` also as an object on standard output, and ends the process.
+    `--json` also as an object on standard output, and ends the process. Call it in the main thread.
 
-    Also prepares the process: sets environment variables so that libraries print less, lets SIGTERM
-    and SIGHUP act as Ctrl-C, and makes standard streams accept any text.
+    Also prepares the process: sets environment variables so that libraries print less, removes
+    settings of JAX from the environment with which it cannot run (`FOREIGN_SETTINGS`), lets SIGTERM
+    and SIGHUP act as Ctrl-C (SIGHUP stays ignored if it was), ends `signals.block`, and makes
+    standard streams accept any text.
 
     Raises:
-        SystemExit: With code 1, 2 or 130, if the command did not succeed.
+        SystemExit: With code 1, 2 or 130, if the command did not succeed. A function that ends the
+            process with any other code counts as a failure with code 1.
         BaseException: An unforeseen error as it is, if the environment variable SOLRL_TRACEBACK is
             set.
     """
@@ -257,8 +262,8 @@ def explained(error: BaseException) -> tuple[str, int]:
 
     Returns:
         A pair: the message, and the exit code. The code is 2 for wrong input (ConfigError,
-        InputError, unusable files), 130 for an interruption, 1 for all other errors, and click's
-        own code for errors of click.
+        InputError, an OSError that names a file), 130 for an interruption, click's own code for
+        errors of click, and 1 for all other errors.
 
     Raises:
         BaseException: `error` itself, if it is unforeseen and the environment variable
@@ -298,7 +303,8 @@ def fail(message: str, code: int) -> NoReturn:
     with "error" and "exit_code" is also printed on standard output.
 
     Args:
-        message: The message. It is brought into one line, and passwords in URLs are hidden.
+        message: The message. It is brought into one line and cut to 10,000 characters
+            (`MAX_MESSAGE`), and user names and passwords in URLs are hidden.
         code: The exit code of the process: 1, 2 or 130.
 
     Raises:

@@ -121,13 +121,15 @@ def iterations(
     Args:
         _context: The context of click. Not read.
         _parameter: The option. Not read.
-        values: The text of each use of the option, e.g. ("3", "10,20").
+        values: The text of each use of the option, e.g. ("3", "10,20"), without spaces. () if the
+            option was not given.
 
     Returns:
-        All numbers in their order, e.g. (3, 10, 20).
+        All numbers in their order, e.g. (3, 10, 20). Whether there are such iterations is not
+        checked.
 
     Raises:
-        click.BadParameter: If a part is not a whole number.
+        click.BadParameter: If a part is not a whole number of one to nine digits.
     """
     parts = [part for value in values for part in value.split(",")]
     wrong = [part for part in parts if not is_number(part)]
@@ -172,7 +174,7 @@ def finish(summary: dict[str, Any], as_json: bool, text: str) -> None:
     """Prints the result of a command on standard output.
 
     Args:
-        summary: The result as a dict of JSON values.
+        summary: The result as a dict of JSON values. Floats that are not finite become null.
         as_json: True: `summary` is printed, as one line of JSON. False: `text` is printed.
         text: The result as text for people.
     """
@@ -186,8 +188,7 @@ def print_json(value: Any) -> None:
     """Prints a value as one line of strict JSON on standard output.
 
     Args:
-        value: Nested dicts, lists, tuples and plain values. Numbers that are not finite become
-            null.
+        value: Nested dicts, lists, tuples and plain values. Floats that are not finite become null.
 
     Raises:
         TypeError: If JSON has no such value.

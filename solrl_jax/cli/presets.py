@@ -45,8 +45,8 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If an option needs `show`, or a prompt file cannot be read. The settings have
-            then been printed, unless `as_json`.
+        InputError: If an option needs `show`, or if a prompt file cannot be read. In the latter
+            case the settings have been printed, unless `as_json`.
     """
     if show is None:
         if overrides:
@@ -113,7 +113,8 @@ def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str
 
 
 def describe_prompts(config: Config) -> dict[str, Any]:
-    """Describes the prompt sets of a configuration.
+    """Describes the prompt sets of a configuration. A set of the hub is downloaded unless the cache
+    has it.
 
     Args:
         config: The configuration. Its section `prompts` names the sets.
@@ -121,9 +122,9 @@ def describe_prompts(config: Config) -> dict[str, Any]:
     Returns:
         A dict:
 
-        * "files": the files or names of the sets "train" and "test".
+        * "files": a dict with the files or names of the sets, "train" and "test".
         * "train" and "test": the number of distinct prompts in each set.
-        * "shared": the number of prompts that are in both.
+        * "shared": the number of prompts that are in both sets.
         * "first": the prompts of the first training iteration, in order, each a dict with "prompt"
           (text) and "metadata" (a dict).
 

@@ -82,14 +82,15 @@ def command(
         prompts: The number of held-out prompts, from the first one on.
         explore: Names of sets of exploration options, files in `configs/explore/`, separated by
             commas, e.g. "paper,best". None: the exploration options of the target.
-        formats: Number formats to explore in, separated by commas, e.g. "nvfp4,fp8"; None: that of
-            each set of options.
-        steps: Numbers of solver steps to explore with, separated by commas; None: that of each
-            set of options.
-        out: The directory in which `rank.json`, the figures of each prompt, is written; None: the
-            run directory, or `runs/rank` for a preset.
+        formats: Number formats to explore in, separated by commas, e.g. "nvfp4,fp8", where "auto"
+            is the fastest native one; None: that of each set of options.
+        steps: Numbers of solver steps to explore with, separated by commas, up to
+            `rollout.num_steps`; None: that of each set of options.
+        out: The directory in which `rank.json`, the results with the figures of each prompt, is
+            written; None: the run directory, or `runs/rank` for a preset.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
-        force: Whether a `rank.json` that this command did not write is replaced.
+        force: Whether an existing `rank.json` is replaced. Without `out`, one that this command
+            wrote is replaced in any case.
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:
@@ -190,7 +191,7 @@ def _is_ours(path: RunPath) -> bool:
     """Returns whether a file is a result of `solrl rank`, so that it may be replaced.
 
     Args:
-        path: The file. If it cannot be read, the answer is False.
+        path: The file. If it does not exist or cannot be read, the answer is False.
     """
     with contextlib.suppress(OSError, ValueError, TypeError):
         rows = parse_json(read_bytes(path))

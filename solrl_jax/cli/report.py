@@ -31,13 +31,14 @@ def command(
         runs: The run directories, at least one.
         out: The file to write; None: `report.html` in the run, or in the working directory for
             several runs.
-        plan: A file with the JSON of `solrl plan`, which is shown too; None: no plan.
+        plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too; None: no plan.
         force: Whether an existing file is replaced. Without `out`, a report of an earlier call is
             replaced in any case.
         as_json: Whether to print the result as one line of JSON in place of text.
 
     Raises:
-        InputError: If a run is damaged or has no record, the plan is none, or the file exists.
+        InputError: If a run is damaged, invalid or without metrics, `plan` cannot be read or is no
+            plan, `out` is a directory or cannot be written, or the file exists without `force`.
         RunError: If the page cannot be written to the disk.
     """
     page: RunPath = out or (runs[0] / report.NAME if len(runs) == 1 else Path(report.NAME))

@@ -11,12 +11,14 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
-    """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread, until `unblock` is called once."""
+    """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread until the next call of `unblock`, even
+    if this was called several times.
+    """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
 def unblock() -> None:
-    """Ends `block`. Signals that were held back arrive at once."""
+    """Ends `block` in this thread. Signals that were held back arrive at once."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
@@ -24,8 +26,8 @@ def unblock() -> None:
 def blocked() -> Iterator[None]:
     """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread during a `with` statement.
 
-    Signals that were held back arrive at its end. Of two nested statements, the end of the inner
-    one already lets them arrive.
+    Signals that were held back arrive at its end. If two such statements are nested, they arrive
+    at the end of the inner one, and the outer one holds back no more.
     """
     block()
     try:

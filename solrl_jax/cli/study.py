@@ -72,7 +72,8 @@ def command(
 
     Raises:
         ConfigError: If a setting is invalid.
-        InputError: If an argument cannot be used, or another process trains in the directory.
+        InputError: If an argument or the files of a run cannot be used, the directory has files
+            that no study wrote, or another process trains in it.
         RunError: If a result cannot be written to the disk.
         SystemExit: With code 1, if runs failed. The others are compared.
     """

@@ -73,7 +73,7 @@ def command(
     Args:
         preset: The name of a preset.
         overrides: Settings that differ, as `key=value`.
-        profile: The numbers of the iterations to trace.
+        profile: The numbers of the iterations to trace, from 1; empty: none.
         html_report: Whether `report.html` in the run directory is kept up to date.
         force: Whether to continue with input files that changed, with sizes that seem too large for
             memory, and to replace a foreign `report.html`.
@@ -84,8 +84,8 @@ def command(
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If the run directory or an input file cannot be used, or the processes' options.
-        RunError: If the run fails for another reason.
+        InputError: If the run directory, an input file or a value in `processes` cannot be used.
+        RunError: If processes are missing, or the run fails for another reason.
         SystemExit: With code 130, if training was interrupted.
     """
     # Raises before the other processes are waited for.
@@ -145,12 +145,13 @@ def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
 
     Args:
         before: The metrics of the evaluation before training, by name.
-        after: The metrics of the last evaluation, by name.
+        after: The metrics of the last evaluation, by name. Its scores of strict success are those
+            under keys that end in "/strict".
 
     Returns:
         For the mean reward and for each score of strict success, its change and both values with
-        standard errors, e.g. "held-out reward +0.120 (0.300 ± 0.010 -> 0.420 ± 0.012)". If a score
-        is missing, a phrase that says that the gain is unknown.
+        standard errors, e.g. "held-out reward +0.120 (0.300 ± 0.010 -> 0.420 ± 0.012)". If one of
+        these scores is missing or None, a phrase that says that the gain is unknown.
     """
     names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
     if any(row.get(name) is None for name in names for row in (before, after)):

@@ -12,8 +12,8 @@ def samples_per_device(config: Config, groups: int) -> int:
             (`parallel.sharding.row_groups`).
 
     Returns:
-        `rollout.per_device_batch_size`, or the part's share of the candidates of an iteration,
-        rounded up, if that is smaller.
+        `rollout.per_device_batch_size`, or the number of candidates of an iteration divided by
+        `groups`, rounded up, if that is smaller.
     """
     candidates = config.train.num_prompts * config.rollout.candidates
     return min(config.rollout.per_device_batch_size, _divide_up(candidates, groups))
@@ -26,7 +26,8 @@ def effective_batch(config: Config, devices: int) -> dict[str, int]:
 
     Args:
         config: The configuration of the run.
-        devices: The number of devices that train.
+        devices: The number of parts that the terms are split into over the devices, at least 1
+            (`parallel.sharding.row_groups`). Devices that share their samples count as one.
 
     Returns:
         A dict of counts:
@@ -35,8 +36,8 @@ def effective_batch(config: Config, devices: int) -> dict[str, int]:
         * "optimizer_steps": the optimizer steps of the iteration, `optimizer.steps_per_iteration`.
         * "terms_per_step": the terms of one optimizer step, on all devices together.
         * "terms_per_step_per_device": the same on one device, rounded up.
-        * "accumulation": the batches, each of at most `optimizer.per_device_batch_size` terms, over
-          which a device accumulates the gradient of one optimizer step.
+        * "accumulation": the number of batches, each of at most `optimizer.per_device_batch_size`
+          terms, over which a device accumulates the gradient of one optimizer step.
     """
     steps = config.optimizer.steps_per_iteration
     batch_size = config.optimizer.per_device_batch_size
@@ -54,7 +55,8 @@ def describe_batch(config: Config, devices: int) -> str:
 
     Args:
         config: The configuration of the run.
-        devices: The number of devices among which the terms are divided, at least 1.
+        devices: The number of parts that the terms are split into over the devices, at least 1
+            (`parallel.sharding.row_groups`). The line calls them devices.
 
     Returns:
         One line without a line break, e.g. "batch: 48 prompts x 24 kept x 6 sigmas = 6912 terms per

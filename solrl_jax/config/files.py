@@ -42,13 +42,14 @@ def preset_files() -> list[str]:
 
 @functools.cache
 def read_file(name: str) -> dict[str, Any]:
-    """Returns the content of a configuration file. The result is cached; do not change it.
+    """Returns the content of a configuration file of the package. The result is cached; do not
+    change it.
 
     Args:
         name: The path of the file in `solrl_jax/configs/` without its ending, e.g. "model/sana".
 
     Returns:
-        Nested dicts and lists; {} for an empty file.
+        Nested dicts and lists, as the file has them; no field is checked. {} for an empty file.
 
     Raises:
         FileNotFoundError: If there is no such file.

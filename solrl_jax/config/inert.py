@@ -2,9 +2,10 @@
 
 from solrl_jax.config.schema import Config
 
-# The fields of `algorithm` that each built-in objective reads, of those that not all objectives
-# read. Reward gradients are taken at one sigma, which `query_sigma` or `last_steps` chooses. Of an
-# objective that is not here, such as `module:function`, any field may have an effect.
+# By the name of each built-in objective, the fields of `algorithm` that it reads, without those
+# that all objectives read. Reward gradients are taken at one sigma, which `query_sigma` or
+# `last_steps` chooses. For an objective that is not here, such as `module:function`, any field may
+# have an effect.
 _READS = {
     "nft": {"timestep_fraction", "beta"},
     "awm": {"timestep_fraction", "clip_range"},
@@ -34,7 +35,7 @@ def inert_fields(config: Config) -> set[str]:
         config: The configuration of the run.
 
     Returns:
-        Dotted names of fields, and of sections if all of their fields have no effect.
+        Dotted names of fields, and of sections if none of their fields has an effect.
     """
     inert: set[str] = set()
     rollout = config.rollout

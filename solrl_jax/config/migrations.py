@@ -82,8 +82,9 @@ def current_value(key: str, value: Any) -> Any:
         value: The value. For a section it is a dict, whose keys and values are all translated.
 
     Returns:
-        The value with all names in it as they are now. For example, the value "products" of
-        "model.remat" becomes "matmuls". Values that did not change are returned as they are.
+        The value with all names in it as they are now; a new dict for a section. For example, the
+        value "products" of "model.remat" becomes "matmuls". Values that did not change are returned
+        as they are.
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""
@@ -103,11 +104,13 @@ def migrate_override(key: str, value: Any) -> tuple[str, Any]:
     """Translates an override `key=value` that uses names of version 2, with a FutureWarning.
 
     Args:
-        key: The dotted name of a field or section, present or of version 2.
+        key: The dotted name of a field or section, present or of version 2. Any other text is
+            returned as it is.
         value: Its value.
 
     Returns:
-        The present name and value. Both are returned as they are if they are not of version 2.
+        (name, value), as they are called now. Both are returned as they are, without a warning, if
+        they are not of version 2.
     """
     new_key = current_name(key)
     new_value = current_value(key, value)
@@ -133,7 +136,8 @@ def migrate(tree: Any) -> Any:
         tree: The content as YAML gives it, a nested dict.
 
     Returns:
-        A new dict with the present names if `tree` has `version: 2`. Otherwise `tree` as it is.
+        A new dict with the present names and version if `tree` has `version: 2`. Otherwise `tree`
+        as it is.
     """
     if not isinstance(tree, dict) or tree.get("version") != 2:
         return tree

@@ -44,9 +44,9 @@ class Overrides:
     """Parsed overrides.
 
     Attributes:
-        settings: Pairs of the dotted name of a field, of a section, or of an entry such as
-            "reward.weights.shapes", and its value, parsed from YAML and not checked, in the order
-            in which they apply: later ones win.
+        settings: Pairs (name, value), in the order in which they apply: later ones win. The name is
+            the dotted name of a field, of a section, or of an entry such as
+            "reward.weights.shapes". The value is parsed from YAML and not checked.
         choices: The files that are chosen for parts of a preset, e.g. {"model": "flux1"}. Parts are
             "model", "family", "explore", "objective" and "reward".
         problems: One message for each override that cannot be used.
@@ -72,15 +72,18 @@ def text_override(key: str, text: str) -> str:
 def parse_overrides(overrides: Sequence[str]) -> Overrides:
     """Parses overrides `key=value`. Errors are collected in the result and not raised.
 
-    Names of the previous version of the configuration are accepted, with a FutureWarning.
+    Names of the previous version of the configuration are accepted, with a FutureWarning. Nothing
+    is imported.
 
     Args:
-        overrides: The overrides; later ones win. There are two kinds. The key may be the dotted
-            name of a field or section, whose value is YAML ("rollout.kept=12"). Or the key may be
-            "model", "family", "explore", "objective" or "reward", and the value the name of a file
-            in this folder of `solrl_jax/configs/` ("model=flux1"). "objective" and "reward" also
-            accept a function `module:function`, and "reward" the URL of a service or an entry point
-            of another package.
+        overrides: The overrides; later ones win. Spaces around key and value are dropped, and an
+            empty value is the text "". There are two kinds. The key may be the dotted name of a
+            field, of a section or of an entry such as "reward.weights.shapes", whose value is YAML
+            ("rollout.kept=12"); text without quotes is taken as it is, "#" included. Or the key may
+            be "model", "family", "explore", "objective" or "reward", and the value the name of a
+            file in this folder of `solrl_jax/configs/` ("model=flux1"). "objective" and "reward"
+            also accept a function `module:function`, and "reward" the URL of a service or an entry
+            point of another package.
 
     Returns:
         The settings, the chosen files, and a message for each override that cannot be used. A
@@ -128,8 +131,9 @@ def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) ->
     Args:
         parsed: The overrides that were parsed so far. It gets a file in its `choices`, or a message
             in its `problems` if `name` is unknown.
-        plugins: Functions, services and entry points that were chosen, by part. It gets any other
-            choice than a file. Choosing a file removes the entry.
+        plugins: Functions, services and entry points that were chosen, by part. A choice that is no
+            file is added, in place of an earlier one of its part. Choosing a file removes the entry
+            of its part.
         part: "model", "family", "explore", "objective" or "reward".
         name: The name of a file in the folder of the part; for an objective or a reward also
             `module:function`, and for a reward also a URL or an entry point.
@@ -150,7 +154,7 @@ def _is_reward(name: str) -> bool:
     packages.
 
     Args:
-        name: The text.
+        name: The text. Any text with a colon counts as a function or URL.
     """
     return ":" in name or name in importlib.metadata.entry_points(group=ENTRY_POINTS).names
 
@@ -160,9 +164,9 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
 
     Args:
         tree: The configuration as nested dicts by section and field. It is changed.
-        new: Nested dicts of the same form with the settings to copy. Other fields of a section
-            stay; a field that is a list or a dict is replaced as a whole. Names that are no fields
-            are copied too, and nothing is checked.
+        new: Nested dicts of the same form with the settings to copy; it is not changed. Other
+            fields of a section stay; a field that is a list or a dict is replaced as a whole. Names
+            that are no fields are copied too, and nothing is checked.
         prefix: The dotted name of the section that `tree` and `new` are, with a dot at its end,
             e.g. "rollout."; "" for the whole configuration.
     """
@@ -182,9 +186,10 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
         tree: The configuration as nested dicts by section and field. It is changed.
         key: The dotted name of the field, e.g. "rollout.kept", or of an entry in `reward.weights`,
             `reward.paths` or `reward.options`, e.g. "reward.weights.shapes". It may also name a
-            section, whose other fields stay. A name that is no field is added; `build_config`
-            refuses it.
-        value: The new value, which is not checked; for a section a dict of fields.
+            section, whose other fields stay. A name that is no field is added, and `build_config`
+            refuses it. Nothing happens if the section of the field was replaced by a value before,
+            which `build_config` refuses too.
+        value: The new value, which is copied and not checked; for a section a dict of fields.
     """
     *parents, last = _split_key(key, value)
     for name in parents:

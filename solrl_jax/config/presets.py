@@ -67,7 +67,8 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of a preset with overrides.
 
     A preset combines files of `solrl_jax/configs/`: one each for the model, the family, the
-    exploration, the objective and the reward.
+    exploration, the objective and the reward. Field names of the previous version are accepted,
+    with a FutureWarning. Nothing is imported or loaded.
 
     Args:
         preset: The name of the preset, e.g. "tiny" or "sana_sol_rl_pickscore".
@@ -77,11 +78,12 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
             files.
 
     Returns:
-        The checked configuration. If `run.dir` is not set, it is "runs/PRESET-FAMILY-seedSEED".
+        The checked configuration. If `run.dir` is "", the default, it becomes
+        "runs/PRESET-FAMILY-seedSEED".
 
     Raises:
-        ConfigError: If the preset is unknown, or with all problems of the overrides and of the
-            resulting configuration.
+        ConfigError: If the preset is unknown, an argument is not text, or an override or the
+            resulting configuration is invalid. The message names all problems of the latter two.
     """
     _check_texts(preset, *overrides)
     if preset not in preset_names():
@@ -114,14 +116,16 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
         config: The configuration. It is not changed.
         overrides: Texts `key=value`; later ones win. A key is the dotted name of a field, with a
             value in YAML ("rollout.kept=12"). "explore=NAME" sets the fields of a file in
-            `solrl_jax/configs/explore/`, over which explicit fields win. Also updates the model's
+            `solrl_jax/configs/explore/`, over which explicit fields win, and updates the model's
             quantization rules, unless the user has changed them. Other files cannot be chosen.
+            Field names of the previous version are accepted, with a FutureWarning.
 
     Returns:
         The new configuration, checked.
 
     Raises:
-        ConfigError: With all problems of the overrides and of the resulting configuration.
+        ConfigError: If an override is not text, or an override or the resulting configuration is
+            invalid. The message names all problems of the latter two.
     """
     _check_texts(*overrides)
     parsed = parse_overrides(overrides)
@@ -161,7 +165,8 @@ def preset_rows() -> list[dict[str, str]]:
     Returns:
         Dicts of text by the name of the column: "preset", "model", "family", "reward" (several
         names joined by "+"), "candidates" ("24-in-96": 24 of 96 are kept), "explore" (e.g. "nvfp4,
-        6 steps") and "train on" (e.g. "bf16, 10 steps": how samples are regenerated).
+        6 steps") and "train on" (e.g. "bf16, 10 steps": how samples are regenerated; "the explored
+        samples" if they are not).
     """
     return [_preset_row(resolve(name)) for name in preset_names()]
 
@@ -198,7 +203,8 @@ def _apply_files(
     """Copies the settings of the files that make up a preset into a configuration, in place.
 
     A file may also contain conditional settings under `when`, such as `when: {family=sol_rl: ...}`,
-    which only apply if that file was chosen. They are copied after the other settings of all files.
+    which only apply if that file was chosen for that part. They are copied after the other settings
+    of all files.
 
     Args:
         tree: The configuration as nested dicts. It is changed.

@@ -91,7 +91,7 @@ def is_plugin(objective: str) -> bool:
 
 
 def _check_objective(name: str) -> str:
-    """Returns the name of an objective unchanged, as a pydantic validator.
+    """Returns the name of an objective unchanged if it is accepted, as a pydantic validator.
 
     Args:
         name: The name of an objective of the package, e.g. "nft", or a user's function
@@ -614,7 +614,8 @@ class Algorithm(Section):
 
         Raises:
             ConfigError: If that attribute has another value.
-            ImportError, AttributeError: If the function does not exist.
+            ImportError, AttributeError: If the function does not exist. Its module may raise any
+                other exception.
         """
         if not is_plugin(self.objective):
             return OBJECTIVES[self.objective]
@@ -660,8 +661,8 @@ class Optimizer(Section):
 
     Attributes:
         learning_rate: The learning rate of the first step, above 0.
-        decay_steps: The number of optimizer steps over which the learning rate falls linearly to 0.
-            0: it stays constant.
+        decay_steps: The number of optimizer steps, at least 0, over which the learning rate falls
+            linearly to 0. 0: it stays constant.
         beta1: The decay rate of the first moment, at least 0 and below 1.
         beta2: The decay rate of the second moment, at least 0 and below 1.
         eps: Added to the root of the second moment, above 0.
@@ -727,7 +728,8 @@ class Eval(Section):
     """The evaluation of the EMA policy on the test prompts.
 
     Attributes:
-        every: The number of iterations between two evaluations. 0: only before and after the run.
+        every: The number of iterations between two evaluations, at least 0. 0: only before and
+            after the run.
         size: The (height, width) of the images in pixels, and for clips also the number of frames.
             None: the size in the section `model`.
         num_steps: The number of solver steps, 1 to 1000.
@@ -793,7 +795,7 @@ class Run(Section):
         checkpoint_every: The number of iterations between two checkpoints, at least 1.
         keep_checkpoints: The number of checkpoints that are kept, the newest ones, at least 1.
         keep_best: The number of checkpoints with the best reward in evaluations that are kept in
-            addition. Above 0, every evaluation saves a checkpoint.
+            addition, at least 0. Above 0, every evaluation saves a checkpoint.
         tensorboard: Whether metrics are also written for TensorBoard.
         wandb: Whether metrics are also sent to Weights & Biases.
     """

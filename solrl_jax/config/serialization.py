@@ -59,8 +59,8 @@ def from_yaml(text: str) -> Config:
         The checked configuration.
 
     Raises:
-        ConfigError: If the text is not YAML or not a configuration of these versions, with all
-            problems.
+        ConfigError: If the text is not YAML, or not a valid configuration of these versions. The
+            message names all problems.
     """
     tree = parse(text, "configuration")
     if isinstance(tree, dict) and "version" not in tree:
@@ -97,6 +97,9 @@ def _drop_defaults(
         prefix: The dotted name of the section with a dot at its end, e.g. "rollout."; "" for the
             whole configuration.
 
+    Returns:
+        New nested dicts. Subsections that equal their defaults are left out.
+
     Raises:
         KeyError: If `tree` has a key that is not a field.
     """
@@ -123,8 +126,8 @@ def parse(text: str, name: str) -> Any:
         Nested dicts and lists of plain values; None for empty text.
 
     Raises:
-        ConfigError: If the text is not YAML, or too long or too deep. Also for repeated keys, tags
-            and aliases.
+        ConfigError: If the text is not YAML, is too long, or has lists and mappings more than 32
+            levels deep. Also for repeated keys, tags and aliases.
     """
     try:
         return parse_yaml(text)

@@ -24,8 +24,7 @@ def model_size(config: Config) -> Size:
 
 
 def complete_size(size: Size, default: Size) -> Size:
-    """Returns a size with the number of frames of another one, if that has one and the size has
-    none.
+    """Returns `size`, with the number of frames of `default` added if only `default` has one.
 
     Args:
         size: (height, width) or (height, width, frames).

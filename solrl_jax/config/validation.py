@@ -46,7 +46,8 @@ def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
         The configuration.
 
     Raises:
-        ConfigError: If there is any problem. Its message has all of them, joined by "; ".
+        ConfigError: If there is any problem. Its message has all of them, joined by "; ", but only
+            the first one of rules between fields.
     """
     messages = list(problems)
     try:
@@ -107,8 +108,8 @@ def field_names(section: type = Config, prefix: str = "") -> list[str]:
 
     Args:
         section: The class of the section.
-        prefix: The dotted name of the section with a dot at its end, e.g. "rollout."; "" for the
-            whole configuration.
+        prefix: The dotted name of the section with a dot at its end, e.g. "rollout.", with which
+            all names begin; "" for the whole configuration.
     """
     names = []
     for field in dataclasses.fields(section):

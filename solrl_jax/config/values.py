@@ -42,7 +42,8 @@ class ConfigError(ValueError):
 
 
 def brief_repr(value: Any) -> str:
-    """Returns `repr(value)`, cut to 80 characters, for error messages.
+    """Returns `repr(value)` for error messages; a longer one is cut to 80 characters with "..." at
+    its end.
 
     Args:
         value: Any value.
@@ -52,12 +53,12 @@ def brief_repr(value: Any) -> str:
 
 
 def expand_home(path: str) -> str:
-    """Replaces a leading `~` or `~USER` in a path by the home directory.
+    """Returns a path in which the home directory takes the place of a leading `~` or `~USER`.
 
     Shells do not expand it in an override such as `run.dir=~/runs/x`.
 
     Args:
-        path: The path. Without a leading `~` it is returned as it is.
+        path: The path, which need not exist. Without a leading `~` it is returned as it is.
 
     Raises:
         ValueError: If there is no such user, or no home directory.
@@ -73,8 +74,9 @@ def expand_home(path: str) -> str:
 def contains_secret(name: str) -> bool:
     """Returns whether the name of a reward is a URL that seems to contain a password or a token.
 
-    That is a user name or password before the host, or a parameter named like "key" or "token". A
-    run records its configuration, so such URLs are refused.
+    That is a user name or password before the host, or a word such as "key", "token" or "pass"
+    anywhere in the parameters (after "?" or "#"), in any case of letters. A run records its
+    configuration, so such URLs are refused.
 
     Args:
         name: The name of a reward. If it contains no "://", the result is False.
@@ -91,7 +93,8 @@ def contains_secret(name: str) -> bool:
 
 
 def _parse_number(value: Any) -> Any:
-    """Converts integers and text such as "1e-4", which YAML 1.1 reads as text, to float.
+    """Returns integers and text such as "1e-4", which YAML 1.1 reads as text, as float. A pydantic
+    validator.
 
     Args:
         value: Any value. A float is returned as it is. So is a bool, and what `float` cannot
@@ -144,10 +147,12 @@ def _wrap_single_size(value: Any) -> Any:
     validator.
 
     Args:
-        value: The sizes as the user gave them: [height, width], or a list of such pairs.
+        value: The sizes as the user gave them: one size, [height, width] or [height, width,
+            frames], or a list of such lists.
 
     Returns:
-        A list with the pair for a single size; anything else as it is.
+        A list with the size if it is a single one; anything else (also an empty list or a tuple) as
+        it is.
     """
     is_single = isinstance(value, list) and value and not isinstance(value[0], list)
     return [value] if is_single else value

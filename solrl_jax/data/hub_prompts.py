@@ -53,8 +53,8 @@ class Reference(NamedTuple):
     Attributes:
         repository: The data set, OWNER/DATASET.
         split: The name of the split; None: "train" if there is one, else the only split.
-        column: The column of the prompts; None: the first of "prompt", "Prompt", "Prompts",
-            "caption" and "text" that is there. No effect for text files.
+        column: The column of the prompts, or the key in JSON objects; None: the first of "prompt",
+            "Prompt", "Prompts", "caption" and "text" that a file has. No effect for text files.
     """
 
     repository: str
@@ -75,7 +75,7 @@ def parse_reference(path: str, where: str) -> Reference:
         The parts, with None for a split or column that is not named.
 
     Raises:
-        InputError: If OWNER/DATASET is no name of a repository.
+        InputError: If the first part is not of the form OWNER/DATASET.
     """
     repository, split, column = [*path.removeprefix(HUB).split(":", 2), "", ""][:3]
     if not hub.is_name(repository):
@@ -87,15 +87,16 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
     """Returns the files of a split of a data set, and downloads those that are not in the local
     cache.
 
-    Without access to the hub, the files in the cache are used.
+    Also downloads the data set's card (README.md). Without access to the hub, the files in the
+    cache are used.
 
     Args:
         reference: The data set and the name of its split; None: "train" if there is one, else the
-            only split.
+            only split. The column is not read.
         where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
-        The local files in the order of their names, at least one.
+        The local files in the order of their paths in the repository, at least one.
 
     Raises:
         InputError: If the data set or the split does not exist or has no files of prompts, no split
@@ -301,7 +302,7 @@ def _list_files(name: str, where: str) -> dict[str, int]:
 
     Returns:
         The size in bytes of each file by its path in the repository. Sizes that the hub does not
-        say are 0.
+        give are 0.
 
     Raises:
         InputError: If the hub gives no list, and the cache does not have the data set.
@@ -331,12 +332,13 @@ def _snapshot(name: str, files: Sequence[str], where: str) -> Path:
 
     Args:
         name: The data set, OWNER/DATASET.
-        files: The paths of the files in the repository.
+        files: The paths of the files in the repository. Those that do not exist are left out.
         where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The local directory of the newest revision, which has the files. If the hub cannot be
-        reached, the directory in the cache, where some of the files may be missing.
+        reached, the directory of the newest revision in the cache, where some of the files may be
+        missing.
 
     Raises:
         InputError: If the hub cannot be reached or refuses, and the cache has no revision.

@@ -69,7 +69,8 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        The rows in the order of the file, without blank lines; [] for a file without prompts.
+        The rows in the order of the file, without blank lines and with repetitions; [] for a file
+        without prompts.
 
     Raises:
         InputError: If the file cannot be read in this format, has no column with prompts, has a row
@@ -128,8 +129,8 @@ def _numbered_lines(text: str) -> Iterator[tuple[int, str]]:
         text: The text. Only a line feed ends a line.
 
     Yields:
-        The number of the line, from 1 and with blank lines counted, and the line without white
-        space around it.
+        Pairs: the number of the line, from 1 and with blank lines counted, and the line without
+        white space around it.
     """
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
@@ -218,7 +219,8 @@ def _parse_lines(text: str, where: str) -> list[tuple[str, Any]]:
         passes.
 
     Raises:
-        InputError: If a line is not JSON, or has a repeated key or a number that is not finite.
+        InputError: If a line is not JSON, has a repeated key or a number that is not finite, or is
+            nested too deeply (`parse_json`).
     """
     values = []
     for number, line in _numbered_lines(text):
@@ -235,8 +237,8 @@ def _rows_of_objects(items: list[tuple[str, Any]], column: str | None, where: st
     Args:
         items: Pairs of the position in the file, e.g. "line 3", and the value: a text, or an object
             with the prompt and metadata.
-        column: The key of the prompt in all objects. None: the first of "prompt", "Prompt",
-            "Prompts", "caption" and "text" that the first object has.
+        column: The key of the prompt in all objects; no effect for texts. None: the first of
+            "prompt", "Prompt", "Prompts", "caption" and "text" that the first object has.
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
@@ -347,7 +349,7 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        One row per row of the table. The other columns that are not left out are metadata.
+        One row per row of the table. All other columns that are not left out are metadata.
 
     Raises:
         InputError: If the file is missing or cannot be read, has no such column, has more than

@@ -57,7 +57,8 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     Args:
         path: A file; "FILE:COLUMN" with the column or key of the prompts; "embedded:NAME" for a set
             that is shipped with the package; or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set
-            of the Hugging Face hub, which is downloaded unless it is in the hub's cache.
+            of the Hugging Face hub, which is downloaded unless it is in the hub's cache. Its split
+            is "train" by default, or the only one. `~` is not expanded.
         field: The setting that names the file, e.g. "prompts.train", for messages.
         distinct: True: a repeated prompt is returned once, at its first place, with the metadata of
             its first row. False: all are returned, each with the metadata of its row.
@@ -66,11 +67,11 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
         The prompts with their metadata, in the order of the file; at least one.
 
     Raises:
-        InputError: If the file cannot be read, holds no prompt or more than 2**20, or has a prompt
-            that cannot be used: a blank one, one with control characters, or one of more than
-            20,000 characters. Also, whatever `distinct` is, if a prompt is repeated with other
-            metadata; this is accepted only in tables (.csv, .tsv, .parquet) and data sets of the
-            hub.
+        InputError: If the set cannot be found or read, holds no prompt or more than 2**20, or has a
+            prompt that cannot be used: a blank one (blank lines of text excepted), one with control
+            characters, or one of more than 20,000 characters. Also, whatever `distinct` is, if a
+            prompt is repeated with other metadata; this is accepted only in tables (.csv, .tsv,
+            .parquet) and data sets of the hub.
     """
     where = f"{field}={path!r}"
     if path.startswith(HUB):
@@ -122,17 +123,19 @@ def _hub_prompts(path: str, where: str) -> list[Prompt]:
     Also downloads the files of the split, unless they are in the hub's cache.
 
     Args:
-        path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]". The split is "train" by default, or the only
-            one; the column is the first of "prompt", "Prompt", "Prompts", "caption" and "text".
+        path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]". By default (also if empty) the split is "train",
+            or the only one, and the column is the first of "prompt", "Prompt", "Prompts", "caption"
+            and "text" that a file has.
         where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
-        The prompts of all files of the split, in the order of the files' names.
+        The prompts of all files of the split with their metadata, in the order of the files' paths.
 
     Raises:
         InputError: If `path` is malformed; if the data set is not available, has no such split or
-            column, or has several splits of which none is named; if the files of the split have
-            more than 4 GiB or 2**20 prompts; or if a text cannot be used as a prompt.
+            column, or has several splits while `path` names none and none is "train"; if files of
+            the split are missing, or have more than 4 GiB or 2**20 prompts together; or if a text
+            cannot be used as a prompt.
     """
     reference = parse_reference(path, where)
     prompts: list[Prompt] = []
@@ -171,11 +174,11 @@ def load_instruction(path: str, field: str) -> str:
     """Reads the instruction that precedes every prompt.
 
     Args:
-        path: The path of a UTF-8 text file.
+        path: The path of a UTF-8 text file. `~` is not expanded.
         field: The setting that names the file, e.g. "model.instruction", for messages.
 
     Returns:
-        The text of the file without the line feed at its end. Other white space stays.
+        The text of the file without one line feed at its end. Other white space stays.
 
     Raises:
         InputError: If the file does not exist, is not UTF-8 text or is blank, or if the text has

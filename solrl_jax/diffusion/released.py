@@ -92,7 +92,8 @@ def read_scheduler(
         config: The contents of `scheduler_config.json`. `_class_name` names the scheduler. Other
             settings that are absent have the defaults of diffusers.
         steps: Number of solver steps, at least 1.
-        tokens: Number of image tokens of one latent, from which `mu` follows.
+        tokens: Number of image tokens of one latent, from which `mu` follows. Read only for
+            `use_dynamic_shifting`.
         pipeline_sigmas: What the pipeline gives its Euler scheduler. True, as FLUX does: the sigmas
             `linspace(1, 1/n, n)`, which are then shifted. False: the number of steps alone, from
             which the scheduler makes the sigmas.
@@ -196,8 +197,9 @@ def _positive(kind: str, config: dict[str, Any], name: str) -> float:
 def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple]) -> None:
     """Checks the settings of a scheduler against the values that this package supports.
 
-    An absent setting has its default and is accepted. Only DPMSolverMultistepScheduler must set
-    `use_flow_sigmas` and `prediction_type`, whose defaults are not for flow models.
+    An absent setting has its default and is accepted. The exceptions are `use_flow_sigmas` and
+    `prediction_type` of the two multistep schedulers (`DPM` and `UNIPC`), whose defaults are not
+    for flow models.
 
     Args:
         kind: The name of the scheduler's class, for the message.

@@ -21,7 +21,7 @@ Velocity = Callable[[Float[Array, " b *latent"], Float[Array, ""]], Float[Array,
 def interpolate(
     x0: Float[Array, " b *latent"], noise: Float[Array, " b *latent"], sigma: Float[Array, " b"]
 ) -> Float[Array, " b *latent"]:
-    """The forward process: `(1 - sigma) x0 + sigma noise`.
+    """Computes the forward process, `(1 - sigma) x0 + sigma noise`.
 
     Args:
         x0: Clean latents, one row per sample.
@@ -54,15 +54,15 @@ def trajectory(
     computed in. For use under jit.
 
     Args:
-        segments: Pairs (velocity field, schedule), whose steps are taken one after another. A field
-            maps the latents and the timestep of the schedule (a scalar in 0 to 1000) to velocities
-            `noise - x0` in the shape of the latents and of any float dtype.
+        segments: Pairs (velocity field, schedule), at least one, whose steps are taken one after
+            another. A field maps the latents and the timestep of the schedule (a scalar in 0 to
+            1000) to velocities `noise - x0` in the shape of the latents and of any float dtype.
         noise: The latents at the first sigma, float32.
         seeds: One seed per latent, the two words of a key. The noise of stochastic steps is drawn
             from the stream "solver" of each seed.
         recorded_steps: How many steps to record, from the first step that adds noise on (from step
-            0 if none does), at most as many as follow. If above 0, the latents of all steps are
-            kept in memory until the end.
+            0 if none does): at most the number of steps from there to the end. If above 0, the
+            latents of all steps are kept in memory until the end. 0 records nothing.
         query_steps: Consecutive steps, counted over all segments, one of which is drawn for each
             sample from the stream "query" of its seed (`draw_steps`). The beginning of that step is
             returned in place of recorded steps. None: there are none.
@@ -135,7 +135,8 @@ def _solver_noise(
 
     Args:
         seeds: One seed per sample. Each has numbered draws in its stream "solver".
-        weights: The weight of draw 0, 1, and so on. Draws of weight 0 are not computed.
+        weights: The weights of draws 0, 1, and so on, each at least 0. Draws of weight 0 are not
+            computed.
         shape: The shape of one sample, without the batch axis.
 
     Returns:

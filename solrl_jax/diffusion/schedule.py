@@ -167,7 +167,8 @@ class Schedule:
         return self.table[:, NOISE]
 
     def nearest_step(self, sigma: float) -> Array:
-        """The index of the step that starts nearest to a noise level, the first of several; int32.
+        """Returns the index, int32, of the step that starts nearest to a noise level; the first of
+        several that are equally near.
 
         Args:
             sigma: The noise level, in (0, 1].
@@ -175,7 +176,8 @@ class Schedule:
         return jnp.argmin(jnp.abs(jnp.asarray(self.sigmas) - sigma))
 
     def locate_query_steps(self, last: int | None, sigma: float) -> tuple[int | Array, int]:
-        """The consecutive steps among which objectives on reward gradients draw one per sample.
+        """Returns the consecutive steps among which objectives on reward gradients draw one per
+        sample.
 
         Args:
             last: The number of last steps that are drawn from, at most `steps`. None: there is one

@@ -39,10 +39,13 @@ def prompt_uid(prompt: str) -> int:
     """Returns an identifier of a prompt, the same wherever the prompt stands in a file.
 
     Args:
-        prompt: The text of the prompt. UnicodeEncodeError if UTF-8 cannot encode it.
+        prompt: The text of the prompt.
 
     Returns:
         The first 32 bits of the SHA-256 hash of the text, as an integer from 0 to 2**32 - 1.
+
+    Raises:
+        UnicodeEncodeError: If UTF-8 cannot encode the text.
     """
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:4], "little")
 

@@ -43,7 +43,8 @@ def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:
         terminal: The lowest sigma before the final 0, in (0, 1). None and 0 change nothing.
 
     Returns:
-        As many sigmas. A single step, from 1 to 0, has nothing to stretch and stays as it is.
+        As many sigmas as before. A single step, from 1 to 0, has nothing to stretch and stays as it
+        is.
     """
     if not terminal or len(sigmas) < 3:
         return sigmas
@@ -52,7 +53,7 @@ def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:
 
 
 def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
-    """The sigmas of the released SD3 scheduler when it is given a number of steps alone.
+    """Returns the sigmas of the released SD3 scheduler when it is given a number of steps alone.
 
     It shifts twice (by `k s / (1 + (k - 1) s)`): first 1 and 1 / `train_timesteps`, the ends
     between which the sigmas are evenly spaced, and then all sigmas.
@@ -84,7 +85,8 @@ def flux_mu(steps: int, tokens: int) -> float:
 
 
 def flux(steps: int, tokens: int, mu: Mu | None = None, terminal: float | None = None) -> Sigmas:
-    """The schedule of FLUX, whose shift depends on the resolution: `e^mu / (e^mu + 1/s - 1)`.
+    """Returns the sigmas of FLUX, whose shift depends on the resolution: a sigma s becomes `e^mu /
+    (e^mu + 1/s - 1)`.
 
     Args:
         steps: Number of solver steps, at least 1. The unshifted sigmas s are `linspace(1, 1/steps,

@@ -60,8 +60,8 @@ def solver_table(
         at step i.
 
     Raises:
-        ValueError: If there is no solver of that name, a deterministic solver is given noise, or
-            `eta` has neither one value nor one per step.
+        ValueError: If there is no solver of that name, `eta` of a deterministic solver is not 0, or
+            it has neither one value nor one per step.
     """
     if name not in SOLVERS:
         raise ValueError(f"rollout.solver={name!r}: must be one of {', '.join(SOLVERS)}")
@@ -109,9 +109,9 @@ def unipc_table(sigmas: Sigmas) -> Table:
     first step has no correction.
 
     Args:
-        sigmas: The noise levels, decreasing, the last one 0. If the first one is 1, where lambda is
-            minus infinity, the data prediction made there has no influence on the slope of the next
-            step. diffusers starts just below 1 instead.
+        sigmas: The noise levels, decreasing, the last one 0. If the first one is 1, where `lambda =
+            ln((1 - sigma) / sigma)` is minus infinity, the data prediction made there has no
+            influence on the slope of the next step. diffusers starts just below 1 instead.
 
     Returns:
         The coefficients (a, b, c, d, 0) of each step, float32, one row per step (`solver_table`).
@@ -148,7 +148,7 @@ def _unic_weights(h: float, slope: float) -> tuple[float, float]:
     exact for predictions that are quadratic in lambda.
 
     Args:
-        h: The step in lambda, above 0 and finite.
+        h: The length of the step in `lambda = ln((1 - sigma) / sigma)`, above 0 and finite.
         slope: `h / (lambda before the previous step - lambda before the step)`, at most 0: `1 / r`
             for the r of the paper.
 
@@ -212,7 +212,7 @@ def shared_noise(
     Args:
         sigmas: The sigmas of the coarse schedule, decreasing, including the final 0.
         full: The sigmas of the full schedule, decreasing, including the final 0.
-        std: The standard deviation of the noise that each full step adds.
+        std: The standard deviation of the noise that each full step adds, at least 0.
 
     Returns:
         One row per coarse step and one column per draw of the full schedule, float32. A row has

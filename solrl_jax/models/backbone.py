@@ -71,8 +71,8 @@ class Backbone:
             params: parameters with the structure of `self.transformer`. Instead of an array, a leaf
                 may be a base weight with its LoRA adapter (`LowRank`) or a quantized weight
                 (`Quantized`).
-            latent: noisy latents, float32, [b, height, width, channels]. They are cast to
-                `self.dtype`.
+            latent: noisy latents, float32, [b, height, width, channels], or [b, frames, height,
+                width, channels] of video models. They are cast to `self.dtype`.
             conditioning: encoded prompts by name, one row per latent, as returned by `encode`: for
                 example "text" [b, tokens, features] and "mask" [b, tokens].
             timestep: `1000 sigma`, in [0, 1000]: one for all latents, or one per latent.
@@ -86,8 +86,8 @@ class Backbone:
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: while tracing, if the network does not support the size of the latents or
-                `fp8_attention`.
+            ValueError: while tracing, if the network does not support `fp8_attention` or the size
+                of the latents, or if the mesh axis `sequence` does not divide their tokens.
         """
         timestep = jnp.broadcast_to(timestep, latent.shape[:1])
         velocity = self.pipeline.velocity(
@@ -155,13 +155,13 @@ def load_backbone(
     """Loads the transformer and the decoder of a model onto a mesh.
 
     Text encoders are not loaded until a prompt is not in the cache. The files of all networks are
-    checked before any is loaded.
+    checked before any is loaded. All processes of a run must call it with the same arguments.
 
     Args:
         model: an open pipeline; or a name of one: the directory of a diffusers pipeline,
             `embedded:NAME` for one that this package carries, or OWNER/NAME of a hub repository,
-            which is downloaded if it is not in the hub's cache. A model given by name stores all
-            activations for the backward pass (gradient checkpointing "none").
+            whose newest revision is downloaded if it is not in the hub's cache. A model given by
+            name stores all activations for the backward pass (gradient checkpointing "none").
         precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
         mesh: devices that hold the parameters, with the axes `data`, `fsdp`, `sequence` and
             `tensor`. The decoder is sharded over the same devices, but without sequence and tensor
@@ -172,7 +172,7 @@ def load_backbone(
             no instruction.
         tile: side, in pixels, of the square tiles in which images are decoded
             (`model.vae_tile_size`): a positive multiple of `Pipeline.compression`, the pixels per
-            latent pixel. None: whole images.
+            latent pixel. None: images are decoded whole.
         decoding: dtype in which the autoencoder computes. None: the one that it needs
             (`pipeline.vae_dtype`), or that of `precision` if it needs none.
 

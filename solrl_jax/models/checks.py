@@ -28,7 +28,8 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
     """Checks that the model supports all image sizes of a configuration.
 
     They are `model.height` and `model.width`, every size in the list `rollout.size`, and
-    `eval.size`. Where `rollout.size` or `eval.size` is not set, it is the size of `model`.
+    `eval.size`. Where `rollout.size` or `eval.size` is not set, it is the size of `model`. Sizes of
+    clips include the number of frames, which is `model.frames` unless a size has its own.
 
     Args:
         config: the configuration.
@@ -37,7 +38,8 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
 
     Raises:
         InputError: the model does not support a size. The message begins with "model",
-            "rollout.size" or "eval.size", and describes only the first such size in this order.
+            "rollout.size" or "eval.size", and describes only the first such size in this order. An
+            unsupported, missing or superfluous number of frames counts too.
     """
     sizes = [("model", model_size(config))]
     sizes += [("rollout.size", size) for size in training_sizes(config)]

@@ -60,11 +60,12 @@ class Decoder:
         but at least one. If `tile` is set, images that exceed a tile are decoded in tiles, which
         overlap by a quarter of a tile or more. A clip, or a tile of it, that has more than
         `max_pixels` pixels is decoded in chunks of as many latent frames as `max_pixels` allows, at
-        least one. Tiles change the result; chunks only round it otherwise.
+        least one. Tiles change the result; chunks change only its rounding.
 
         Args:
             latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any
-                dtype. If a mesh is set, their number must be a multiple of its number of devices.
+                dtype. If a mesh is set (`jax.set_mesh`), it must have no sequence or tensor
+                parallelism, and the number of latents must be a multiple of its number of devices.
 
         Returns:
             The images [b, H, W, 3] or clips [b, T, H, W, 3] in the order of the latents,

@@ -21,8 +21,8 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "pipelines"
 def open_model(
     path: str, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
 ) -> Pipeline:
-    """Opens the pipeline that `path` names. Its weights are not read, but those of a hub repository
-    are downloaded if they are not in the hub's cache.
+    """Opens the pipeline that `path` names. Its weights are not read, but the newest revision of a
+    hub repository is downloaded, weights included, unless it is in the hub's cache.
 
     Args:
         path: the directory of a diffusers pipeline, `embedded:NAME` for one that this package
@@ -66,8 +66,11 @@ def mhla_override(model: Model) -> MhlaOverride | None:
 
 
 def find_model(path: str) -> Path:
-    """Returns the directory of a model. A hub repository is downloaded if it is not in the hub's
-    cache.
+    """Returns the directory of a model, which is downloaded if it is a hub repository.
+
+    The newest revision of a repository is downloaded to the hub's cache, unless it is there
+    already: only the files that a pipeline needs. Without a network, the newest revision in the
+    cache is returned as it is, even if files are missing.
 
     Args:
         path: `embedded:NAME` for a pipeline that this package carries, a directory ("~" is not
@@ -79,8 +82,9 @@ def find_model(path: str) -> Path:
 
     Raises:
         InputError: there is no such model: no embedded pipeline of this name, no `model_index.json`
-            in the directory, or nothing of this name; or it cannot be downloaded, for example
-            because HF_HUB_OFFLINE is set.
+            in the directory, or neither a directory nor a repository of this name; or the
+            repository is not in the cache and cannot be downloaded, for example because
+            HF_HUB_OFFLINE is set.
     """
     if path.startswith(EMBEDDED):
         folder = EMBEDDED_FOLDER / path.removeprefix(EMBEDDED)

@@ -1,4 +1,4 @@
-"""`Pipeline`: a model that makes images or clips of text, as pure functions, opened from a
+"""`Pipeline`: a model that makes images or clips from text, as pure functions, opened from a
 directory in the layout of diffusers.
 
 Such a directory has a `model_index.json` and one folder per component. A `Pipeline` holds network
@@ -151,8 +151,10 @@ class Pipeline(abc.ABC):
             classifier-free guidance.
 
         Raises:
-            ValueError: while tracing, if the network does not support the size of the latents or
-                `fp8_attention`.
+            ValueError: while tracing, if the network does not support `fp8_attention` or the size
+                of the latents, or if the mesh axis `sequence` does not divide their tokens.
+            KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
+                "blocks".
         """
 
     @abc.abstractmethod
@@ -215,8 +217,8 @@ class Pipeline(abc.ABC):
             params: parameters of the autoencoder: nested dictionaries keyed by module name. They
                 are not sharded.
             latent: the transformer's latents. `unscale` is applied here.
-            chunk: for video models, the most latent frames that are decoded at once, to save
-                memory; None: all of them. The result is the same up to rounding.
+            chunk: for video models only: the most latent frames that are decoded at once, to save
+                memory, at least 1; None: all of them. The result is the same up to rounding.
 
         Returns:
             The images [b, H, W, 3] or clips [b, T, H, W, 3], `compression` times as high and wide
@@ -326,7 +328,11 @@ class Pipeline(abc.ABC):
         The number of frames is not checked; one that `latent_shape` refuses is rounded down.
 
         Args:
-            frames: number of frames. None, for an image, counts as 1.
+            frames: number of frames of the clip. None: an image.
+
+        Returns:
+            1 and one more for every `temporal_compression` frames after the first. 1 for an image,
+            and for every input of a model of images.
         """
         if frames is None or self.temporal_compression is None:
             return 1

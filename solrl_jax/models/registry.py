@@ -1,6 +1,6 @@
 """The supported pipelines by their class name in diffusers.
 
-A new model needs one file and one line in `PIPELINES`.
+A new model needs a subclass of `Pipeline` and one line in `PIPELINES`.
 """
 
 from pathlib import Path

@@ -35,7 +35,8 @@ def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
         label: Name of the exchange, the same in all processes, e.g. "save/write". It may be used
             again, but only by one thread at a time.
         act: A function without arguments that returns a JSON value. With several processes the
-            value goes through JSON, which turns tuples into lists.
+            value goes through JSON, which turns tuples into lists, and a value that is not JSON
+            counts as a TypeError of `act`.
         *kinds: Types of exceptions that keep their type in the other processes, besides InputError
             and RunError. Each must be constructible from a message alone.
 
@@ -43,9 +44,10 @@ def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
         The result of each process, in the order of their numbers.
 
     Raises:
-        Exception: What `act` raised, in the first process where it did. Other processes raise a
-            copy with the first line of its message if it is an InputError, a RunError or one of
-            `kinds`; otherwise a RunError "process NUMBER: TYPE: MESSAGE".
+        Exception: What `act` raised, in the first process (by number) where it did. All other
+            processes raise a copy with the first line of its message if its type is exactly
+            InputError, RunError or one of `kinds` (no subclass); otherwise a RunError "process
+            NUMBER: TYPE: MESSAGE".
         RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
         RuntimeError: If there are several processes, but `jax.distributed` was not initialized.
     """
@@ -74,14 +76,15 @@ def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
 def from_first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
     """Calls a function in the first process only, and returns its result to all processes.
 
-    Every process must call this with the same label; the others wait. If the function fails, all
+    Every process must call this with the same label; all others wait. If the function fails, all
     processes raise an error. With one process, it only calls `act`.
 
     Args:
         label: Name of the exchange, the same in all processes, e.g. "restore/judge". It may be used
             again, but only by one thread at a time.
         act: A function without arguments that returns a JSON value. With several processes the
-            value goes through JSON, which turns tuples into lists.
+            value goes through JSON, which turns tuples into lists, and a value that is not JSON
+            counts as a TypeError of `act`.
         *kinds: Types of exceptions that keep their type in the other processes, besides InputError
             and RunError. Each must be constructible from a message alone.
 
@@ -90,8 +93,8 @@ def from_first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> A
 
     Raises:
         Exception: What `act` raised, in the first process. The others raise a copy with the first
-            line of its message if it is an InputError, a RunError or one of `kinds`; otherwise a
-            RunError "process 0: TYPE: MESSAGE".
+            line of its message if its type is exactly InputError, RunError or one of `kinds` (no
+            subclass); otherwise a RunError "process 0: TYPE: MESSAGE".
         RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
         RuntimeError: If there are several processes, but `jax.distributed` was not initialized.
     """
@@ -116,13 +119,14 @@ def _exchange(label: str, encoded: str) -> list[dict[str, Any]]:
     """Sends this process's answer to all processes, and waits for theirs. Every process must call
     this.
 
-    The answers go through JAX's coordination service. Each use of a label has its own keys, and
-    those of the use before are deleted.
+    The answers go through JAX's coordination service. Each use of a label has its own keys. This
+    process's key of the use before is deleted.
 
     Args:
-        label: Name of the exchange, the same in all processes.
+        label: Name of the exchange, the same in all processes. Only one thread may use it at a
+            time.
         encoded: This process's answer as JSON text: {"value": result}, or {"error": name of the
-            exception's type, "message": its first line}.
+            exception's type, "message": first line of its message}.
 
     Returns:
         The decoded answers of all processes, this one included, in the order of their numbers.

@@ -43,7 +43,7 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
 
     It waits up to 300 seconds (`START`) for all processes. Afterwards, if a process dies or stops
     responding for 30 seconds (`HEARTBEAT`), JAX ends the others with a message, and their exit code
-    is 1.
+    is 1. For this it replaces the handler of SIGABRT.
 
     Args:
         hosts: The number of processes as text, from "1" to "4096". "auto": JAX reads it, and the
@@ -55,9 +55,10 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
 
     Raises:
         InputError: If the arguments do not fit together or are out of range, the address cannot be
-            used, or JAX refuses them.
-        RunError: If processes are missing after 300 seconds, or two have the same number. The
-            message names them.
+            used, or JAX refuses them. With "auto", also if JAX finds no cluster or processes are
+            missing after 300 seconds.
+        RunError: With a number of hosts, if processes are missing after 300 seconds, or two have
+            the same number. The message names them.
     """
     given = {"host": host, "coordinator": coordinator}
     settings: dict[str, Any] = {}
@@ -124,7 +125,8 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
     Args:
         count: The number of processes of the run.
         mine: The number of this process, from 0 to `count` - 1.
-        coordinator: HOST:PORT of the first process, which listens there until all have connected.
+        coordinator: HOST:PORT of the first process, which listens on this port, on all its
+            addresses, until all have connected.
 
     Raises:
         RunError: If a process has not connected after 300 seconds (`START`), or two have the same
@@ -146,8 +148,8 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
 
 
 def _listen(count: int, port: int, end: float) -> str:
-    """The first process's part of `roll_call`: waits for the others to connect, and sends them the
-    outcome.
+    """Waits for all other processes to connect, and sends them the outcome. This is the first
+    process's part of `roll_call`.
 
     Connections that do not send the number of a process within 5 seconds (`ANSWER`) are ignored.
 
@@ -203,10 +205,10 @@ def _listen(count: int, port: int, end: float) -> str:
 
 
 def _call(mine: int, address: tuple[str, int], end: float) -> str:
-    """The other processes' part of `roll_call`: connects to the first process, and waits for the
-    outcome.
+    """Connects to the first process, and waits for the outcome. This is the part of `roll_call` of
+    all processes but the first.
 
-    It tries every 0.2 seconds until the first process listens. Its host name need not exist yet.
+    It tries every 0.2 seconds until the first process listens, whose host name need not exist yet.
 
     Args:
         mine: The number of this process, which is sent.
@@ -235,10 +237,10 @@ def _call(mine: int, address: tuple[str, int], end: float) -> str:
 
 def connect(mesh: Mesh) -> None:
     """Opens the connections between all devices of a mesh, by one sum over every combination of
-    mesh axes.
+    mesh axes, and waits for the sums.
 
-    Otherwise they would be opened in the middle of a run, where a process that is 30 seconds late
-    makes Gloo fail. Every process must call it. With one process, it does nothing.
+    Otherwise the connections would be opened in the middle of a run, where a process that is 30
+    seconds late makes Gloo fail. Every process must call it. With one process, it does nothing.
 
     Args:
         mesh: The mesh, over the devices of all processes.
@@ -269,7 +271,7 @@ def is_first() -> bool:
 
 def on_first(act: Callable[[], Any]) -> None:
     """Calls a function in the first process only, while the others wait. Every process must call
-    it.
+    it, from one thread at a time.
 
     Args:
         act: The function, without arguments. Its result is dropped.
@@ -277,8 +279,9 @@ def on_first(act: Callable[[], Any]) -> None:
     Raises:
         Exception: What `act` raised, in the first process.
         InputError: In the other processes, if `act` raised an InputError.
-        RunError: In the other processes, if `act` raised any other exception; and in any process,
-            if another one does not answer within 1800 seconds.
+        RunError: In the other processes, if `act` raised any other exception (also a subclass of
+            InputError); and in any process, if another one does not answer within 1800 seconds.
+        RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
 
     def run() -> None:
@@ -288,16 +291,20 @@ def on_first(act: Callable[[], Any]) -> None:
 
 
 def on_every(act: Callable[[], Any]) -> None:
-    """Calls `act` in every process. Then all continue, or all fail. Every process must call it.
+    """Calls a function in every process. Then all continue, or all fail. Every process must call
+    it, from one thread at a time.
 
     Args:
-        act: A function without arguments. Its result is dropped.
+        act: The function, without arguments. Its result is dropped.
 
     Raises:
-        Exception: What `act` raised in this process, if no process before it failed.
-        InputError: If `act` raised it in another process.
-        RunError: If `act` raised it or an error of any other type in another process, or if a
-            process gives no answer within 1800 seconds.
+        Exception: What `act` raised in this process, if it failed in no process with a lower
+            number.
+        InputError: If the first process in which `act` failed is another one, and `act` raised an
+            InputError there.
+        RunError: If `act` raised any other exception there, or if a process does not answer within
+            1800 seconds.
+        RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
 
     def run() -> None:
@@ -308,7 +315,7 @@ def on_every(act: Callable[[], Any]) -> None:
 
 def from_first(find: Callable[[], T]) -> T:
     """Calls a function in the first process only, and returns its result in every process. Every
-    process must call it.
+    process must call it, from one thread at a time.
 
     Args:
         find: A function without arguments that returns a JSON value. With several processes the
@@ -320,8 +327,9 @@ def from_first(find: Callable[[], T]) -> T:
     Raises:
         Exception: What `find` raised, in the first process.
         InputError: In the other processes, if `find` raised an InputError.
-        RunError: In the other processes, if `find` raised any other exception; and in any process,
-            if another one does not answer within 1800 seconds.
+        RunError: In the other processes, if `find` raised any other exception (also a subclass of
+            InputError); and in any process, if another one does not answer within 1800 seconds.
+        RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
     return consensus.from_first("from_first", find)
 
@@ -337,8 +345,8 @@ def gather_values(value: T) -> list[T]:
         The values of all processes, in the order of their numbers.
 
     Raises:
-        RunError: If a process does not answer within 1800 seconds, or its value is no JSON value.
-        TypeError: In the process whose value is no JSON value.
+        RunError: If another process does not answer within 1800 seconds, or its value is not JSON.
+        TypeError: In the first process whose value is not JSON.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
     return consensus.on_every("gather_values", lambda: value)
@@ -357,6 +365,7 @@ def any_flags(flags: Sequence[bool]) -> list[bool]:
     Raises:
         ValueError: If the processes pass different numbers of flags.
         RunError: If a process does not answer within 1800 seconds.
+        RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
     return [any(values) for values in zip(*gather_values(list(flags)), strict=True)]
 
@@ -369,10 +378,11 @@ def memory() -> int:
 
 
 def put(tree: Any, where: NamedSharding) -> Any:
-    """Places arrays on the devices of a mesh.
+    """Places arrays on the devices of a mesh. Every process must call it.
 
     Args:
-        tree: A pytree of whole arrays, of NumPy or JAX, with equal values in every process.
+        tree: A pytree of whole arrays, of NumPy or JAX, with equal values in every process (which
+            is not checked).
         where: The sharding of every array.
 
     Returns:

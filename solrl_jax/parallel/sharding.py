@@ -45,8 +45,8 @@ SMALLEST_SHARDED = 2**12
 def jit(function: Callable[..., Any], **options: Any) -> Any:
     """Jits a function so that its result does not depend on the mesh.
 
-    It sets the compiler options `OPTIONS` (among others: no more precision than the dtypes have),
-    and float32 matmuls in full precision.
+    It sets the compiler options `OPTIONS` (among others, intermediate results have no more
+    precision than their dtypes), and computes float32 matmuls in full precision.
 
     Args:
         function: The function.
@@ -104,8 +104,8 @@ def rows_only(mesh: Mesh) -> Mesh:
         mesh: A mesh with the axes `data`, `fsdp`, `sequence` and `tensor`.
 
     Returns:
-        A mesh of the same devices and axes, in which `fsdp` is larger by the sizes of `sequence`
-        and `tensor`, which are 1.
+        A mesh of the same devices and axes, in which `sequence` and `tensor` have size 1, and
+        `fsdp` is larger by the factor of their former sizes.
     """
     return Mesh(mesh.devices.reshape(mesh.shape["data"], -1, 1, 1), AXES, axis_types=AUTO)
 
@@ -126,16 +126,17 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 
     Two rules apply to arrays of at least 4096 elements (`SMALLEST_SHARDED`); everything else is
     replicated. First, the output axis of a linear layer's weight ("kernel") or of a LoRA adapter's
-    factor "b" is split over `tensor`, if that divides it. Second, the largest axis that `fsdp`
-    divides is split over `fsdp`: the last one of equals, and possibly the axis that is split over
-    `tensor`, which counts with its size after that split.
+    factor "b", quantized or with two or three axes, is split over `tensor`, if that divides it.
+    Second, the largest axis that `fsdp` divides is split over `fsdp`: the last one of equals, and
+    possibly the axis that is split over `tensor`, which counts with its size after that split.
 
     Args:
         mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
         tree: The parameters by name: arrays, `jax.ShapeDtypeStruct`s or quantized weights.
 
     Returns:
-        The tree with a `NamedSharding` in place of each array.
+        The tree with a `NamedSharding` in place of each array, also of those within a quantized
+        weight.
     """
     size = mesh.shape["fsdp"]
     tensor = mesh.shape[TENSOR]
@@ -216,7 +217,7 @@ def split_rows(x: T) -> T:
             must be set (`jax.set_mesh`).
 
     Returns:
-        The same values with the constraint.
+        The same pytree with the constraint.
     """
     return jax.lax.with_sharding_constraint(x, ROWS)
 
@@ -287,7 +288,7 @@ def pad_rows(x: np.ndarray, count: int) -> np.ndarray:
 
     Args:
         x: An array with 1 to `count` rows (leading axis).
-        count: The number of rows of the result.
+        count: The number of rows of the result, at least that of `x`.
 
     Returns:
         An array [`count`, ...] of the dtype of `x`; `x` itself if it has as many rows.

@@ -51,7 +51,7 @@ def add(total: Sum, tree: Any) -> Sum:
 
     Args:
         total: The sum so far.
-        tree: The term: a pytree of arrays like those of the sum.
+        tree: The term: a pytree with the structure, shapes and dtypes of `total.rounded`.
 
     Returns:
         The new sum.
@@ -66,8 +66,9 @@ def add_each(total: Sum, trees: Any, count: int) -> Sum:
 
     Args:
         total: The sum so far.
-        trees: The terms, stacked: a pytree like the sum whose arrays have a leading axis of terms.
-        count: The number of terms.
+        trees: The terms, stacked: a pytree like `total.rounded`, whose arrays have a leading axis
+            of `count` terms.
+        count: The number of terms. With 0, the sum stays as it is.
 
     Returns:
         The new sum.
@@ -79,10 +80,10 @@ def join(parts: Sum) -> Sum:
     """Adds several sums into one.
 
     Args:
-        parts: The sums, stacked: a `Sum` whose arrays have a leading axis of sums.
+        parts: The sums, stacked: a `Sum` whose arrays have a leading axis, one entry per sum.
 
     Returns:
-        Their sum, without this axis.
+        The total, a `Sum` whose arrays lack this axis.
     """
     if not jax.tree.leaves(parts):  # a tree without arrays
         return parts

@@ -83,7 +83,8 @@ def abstract_experiment(
 
     An `Experiment` holds the networks, the reward and the prompts of a run. Its functions can be
     traced and compiled with these shapes; it cannot sample or train. No weights, vocabularies or
-    prompt files are needed.
+    prompt files are needed. Also imports an objective and rewards from outside the package, and
+    reads the prompts, as `some_prompts` does.
 
     Three things are simpler than in training: the prompts for tests are those for training, one
     reward (that of `reward.weights`) does all scoring, and images have the largest training size.
@@ -101,6 +102,7 @@ def abstract_experiment(
     Raises:
         InputError: If the configuration cannot be run, for example because an objective or a reward
             cannot be imported, or the model does not support a setting.
+        ConfigError: If the objective does not allow other settings of the configuration.
     """
     check_loaded_objective(config)  # imports an objective outside the package
     model = config.model
@@ -143,7 +145,8 @@ def some_prompts(config: Config) -> list[Prompt]:
     """Returns as many prompts as one iteration trains on, to stand for any prompts in a plan.
 
     They are the first training prompts, and copies of the first one if there are too few. If the
-    prompt files cannot be read, all texts are empty.
+    prompts cannot be read, all texts are empty. A data set of the hub is downloaded unless it is in
+    the hub's cache.
 
     Args:
         config: The configuration. `train.num_prompts` is the number of prompts, and the section
@@ -160,7 +163,8 @@ def some_prompts(config: Config) -> list[Prompt]:
 def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Reward:
     """Opens the reward of training with shapes in place of the weights of its networks.
 
-    The networks have the sizes of the released models, wherever `reward.paths` points.
+    The networks have the sizes of the released models, wherever `reward.paths` points. Also imports
+    the functions of rewards from outside the package.
 
     Args:
         config: The configuration. `reward.weights` gives the names and weights of the rewards that
@@ -174,8 +178,9 @@ def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Rewa
         compiled, but not computed.
 
     Raises:
-        InputError: If a reward does not exist, cannot be imported, refuses its options, or scores
-            whole clips while the model makes images.
+        InputError: If a reward does not exist, cannot be imported, refuses its options, scores
+            whole clips while the model makes images, or has no gradient although the objective
+            trains on it.
     """
     settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
     gradients_for = reward_gradients_for(config)
@@ -213,6 +218,9 @@ def abstract(tree: Any, mesh: Mesh, where: NamedSharding | None = None) -> Any:
         mesh: The mesh of the shardings. An array that has no NamedSharding becomes replicated on
             it.
         where: The sharding of all results. None: each array keeps its own NamedSharding.
+
+    Returns:
+        A tree of the same structure.
     """
 
     def one(x: Any) -> jax.ShapeDtypeStruct:

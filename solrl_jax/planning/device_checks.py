@@ -128,14 +128,16 @@ def cudnn_warnings(version: str, device: DeviceInfo) -> list[str]:
     """Names the known faults of a version of cuDNN that concern a device.
 
     Args:
-        version: The version, beginning with two numbers, for example "9.12.0". ValueError for other
-            text.
+        version: The version, beginning with two numbers, for example "9.12.0".
         device: The device that cuDNN runs on. Only GPUs of compute capability 9.0 or higher have
             known faults.
 
     Returns:
         One sentence per fault, without a full stop: padded attention gradients on Hopper (9.x)
         before cuDNN 9.18, and FP8 attention of cuDNN 9.24. An empty list if there is none.
+
+    Raises:
+        ValueError: If the version does not begin with two numbers and a dot between them.
     """
     major, minor = (int(part) for part in version.split(".")[:2])
     warnings = []
@@ -197,9 +199,9 @@ def _nvfp4_kernel(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array
 
     Args:
         x: Packed codes of the activations, uint8 [rows, n_in / 2].
-        x_scales: The scales of their blocks of 16 codes, float8_e4m3fn [rows, n_in / 16].
+        x_scales: The scales of the blocks of 16 codes of `x`, float8_e4m3fn [rows, n_in / 16].
         w: Packed codes of the weight, uint8 [n_out, n_in / 2].
-        w_scales: The scales of its blocks, float8_e4m3fn [n_out, n_in / 16].
+        w_scales: The scales of the blocks of `w`, float8_e4m3fn [n_out, n_in / 16].
 
     Returns:
         The product, BF16 [rows, n_out].
@@ -213,9 +215,9 @@ def _nvfp4_twin(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
 
     Args:
         x: Packed codes of the activations, uint8 [rows, n_in / 2].
-        x_scales: The scales of their blocks of 16 codes, float8_e4m3fn [rows, n_in / 16].
+        x_scales: The scales of the blocks of 16 codes of `x`, float8_e4m3fn [rows, n_in / 16].
         w: Packed codes of the weight, uint8 [n_out, n_in / 2].
-        w_scales: The scales of its blocks, float8_e4m3fn [n_out, n_in / 16].
+        w_scales: The scales of the blocks of `w`, float8_e4m3fn [n_out, n_in / 16].
 
     Returns:
         The product, float32 [rows, n_out].

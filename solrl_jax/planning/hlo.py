@@ -137,9 +137,10 @@ class Module:
         runs.
 
         Loops, conditionals and calls are not yielded themselves. The instructions of a loop's body
-        are yielded once, with the number of iterations (in nested loops, the product); a loop whose
-        number of iterations is unknown counts as one iteration. For a conditional, the branch that
-        writes most bytes is walked through. A fusion is yielded as one instruction.
+        are yielded once, with the number of iterations (in nested loops, the product), and not at
+        all if that is 0; a loop whose number of iterations is unknown counts as one iteration. For
+        a conditional, the branch that writes most bytes is walked through. A fusion is yielded as
+        one instruction.
 
         Args:
             computation: The name of the computation to start with. None: the whole program.
@@ -233,7 +234,7 @@ def element_bits(kind: str) -> int:
 
     Args:
         kind: The type as HLO names it, e.g. "f32", "bf16", "u8", "f8e4m3fn" or "c64" (64 bits in
-            all). "pred" has 8 bits; "token" and "opaque" have 0.
+            all). "pred" has 8 bits; "token" and "opaque" have 0 bits.
 
     Raises:
         ValueError: If the type is not known.
@@ -285,7 +286,8 @@ def _arrays(text: str) -> tuple[Array, ...]:
             space 1), or a tuple of such types in parentheses, which may be nested.
 
     Returns:
-        The arrays from left to right. An empty tuple gives ().
+        The arrays from left to right. An empty tuple gives (). A dynamic size such as "<=8"
+        counts as its bound.
     """
     arrays = []
     for kind, dims, layout in _ARRAY.findall(text):

@@ -146,8 +146,8 @@ def unit(kind: str) -> Unit:
             lower precision.
 
     Returns:
-        "fp4", "fp8", "int8", "tf32" or "fp32" for these types, and "bf16" for all others, float16
-        included.
+        "fp4" and "fp8" for types of these widths, "int8" (also for "u8"), "tf32", "fp32" (also for
+        "f64"), and "bf16" for all other types, float16 included.
     """
     if kind.startswith("f4"):
         return "fp4"

@@ -89,7 +89,8 @@ class Phases:
     """
 
     def __init__(self, experiment: Experiment):
-        """Computes the shapes that several programs share. Nothing is compiled.
+        """Computes the shapes that several programs share. Compiles nothing, but calls the reward's
+        `prepare` on the prompts.
 
         Args:
             experiment: The experiment with a ShapeDtypeStruct in place of every array, as

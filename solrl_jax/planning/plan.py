@@ -68,7 +68,7 @@ class Devices:
     Attributes:
         target: The kind of device, an entry of `targets.TARGETS` with its memory and peak rates.
         count: The number of devices on each host, at least 1.
-        hosts: The number of hosts, at least 1.
+        hosts: The number of hosts, at least 1. `topology.devices` tells which numbers exist.
     """
 
     target: Target
@@ -104,7 +104,9 @@ class Planner:
 
         Raises:
             InputError: If there is no such topology, the mesh of the configuration needs more
-                devices than these or leaves some unused, or the configuration cannot be run.
+                devices than these or (with `mesh.data=-1`) leaves some unused, or the configuration
+                cannot be run.
+            ConfigError: If the objective does not allow other settings of the configuration.
         """
         self.config = config
         self.where = where
@@ -130,7 +132,8 @@ class Planner:
 
         Returns:
             One tuple per program, in the order of an iteration: the name of its phase, the program,
-            and the future of the compiled program (`jax.stages.Compiled`).
+            and the future of the compiled program (`jax.stages.Compiled`), which raises XLA's error
+            if the program cannot be compiled.
         """
         compilations = []
         for phase in filter(self.phases.has, PHASES):
@@ -328,7 +331,9 @@ def plan(
     Raises:
         InputError: If the devices do not exist or do not match the mesh of the configuration, if
             the configuration cannot be run, or if `hlo` cannot be written to.
+        ConfigError: If the objective does not allow other settings of the configuration.
         RunError: If a compiled text cannot be written to the disk.
+        jax.errors.JaxRuntimeError: If XLA cannot compile a program.
     """
     planner = Planner(config, where)
     if hlo is not None:

@@ -37,8 +37,9 @@ def plan(
         preset: The name of a preset, e.g. "flux1_sol_rl_hpsv2".
         *overrides: Settings that differ from the preset, as `key=value`. Later ones win.
         device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "b200".
-        devices: The number of devices on each host, at least 1.
-        hosts: The number of hosts, at least 1.
+        devices: The number of devices on each host, at least 1; for TPUs, those of 1, 4 or 8
+            chips.
+        hosts: The number of hosts, at least 1; a power of two for TPUs.
         hlo: A directory for the compiled programs as text, `PHASE-PROGRAM.hlo`. It is created if
             necessary. None: they are not written.
         force: Whether `hlo` may contain files `*.hlo` already, which may be replaced.
@@ -58,10 +59,12 @@ def plan(
               them.
 
     Raises:
-        ConfigError: If the preset or an override is invalid.
+        ConfigError: If the preset or an override is invalid, or the objective does not allow other
+            settings.
         InputError: If the device is unknown, its compiler is not installed, the configuration
             cannot be run on so many devices, or `hlo` cannot be written to.
         RunError: If a compiled text cannot be written to the disk.
+        jax.errors.JaxRuntimeError: If XLA cannot compile a program.
     """
     config = resolve(preset, overrides)
     if device not in TARGETS:

@@ -75,7 +75,7 @@ class Machine(NamedTuple):
 
     Attributes:
         platform: "gpu", "tpu" or "cpu".
-        kind: The kind of device as JAX names it (`jax.Device.device_kind`), e.g. "NVIDIA H100".
+        kind: The kind of device as JAX names it (`jax.Device.device_kind`), e.g. "NVIDIA H200".
         devices: The number of devices of one host.
         memory: The bytes of one device that JAX may use; on a CPU, the memory of the machine.
     """
@@ -137,8 +137,9 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
     Considered are plans of the same model on the same platform (GPU or TPU) for images at least as
     large. They fit if they need no more memory per device than the machine has, and divide its
     devices evenly. The one that should be fastest is taken among those that fit: with the least
-    tensor parallelism, then without recomputing whole blocks, then with the fewest shards. If none
-    fits, the settings are a guess that saves as much memory as possible.
+    tensor parallelism, then without recomputing whole blocks, then with the fewest shards, then on
+    the same kind of device, then with the largest peak memory. If none fits, the settings are a
+    guess that saves as much memory as possible.
 
     Args:
         config: The configuration to propose for. Its model and its largest image size are used.

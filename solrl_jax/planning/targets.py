@@ -86,7 +86,7 @@ class Target:
     Attributes:
         name: Its name on the command line, e.g. "h200".
         platform: "gpu" or "tpu".
-        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H100" or "TPU v5 lite".
+        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H200" or "TPU v5 lite".
         capability: The CUDA compute capability, e.g. (9, 0); (0, 0) for TPUs.
         memory: The bytes of main memory of one device.
         peaks: The peak rates of one device.
@@ -122,7 +122,7 @@ def _gpu(
 
     Args:
         name: Its name on the command line, e.g. "h200".
-        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H100".
+        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H200".
         capability: Its CUDA compute capability, e.g. (9, 0).
         memory: MiB of memory, as CUDA reports them.
         rates: Seven peak rates of one device: teraflops of matmuls in BF16, INT8, FP8 and FP4, TB/s

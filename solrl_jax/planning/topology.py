@@ -99,12 +99,15 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
         `count` times `hosts` devices (`jax.Device`), sorted by host.
 
     Raises:
-        InputError: If there are no hosts with so many devices, or no TPU slice of so many hosts.
+        InputError: If `count` or `hosts` is below 1, if there are no hosts with so many devices, or
+            no TPU slice of so many hosts.
     """
     import jax
     from jax.experimental.topologies import get_topology_desc
 
     jax.devices()  # finds the plug-ins
+    if min(count, hosts) < 1:
+        raise InputError(f"devices={count}, hosts={hosts}: expected at least 1 of each")
     if target.platform == "gpu":
         if count > target.on_host:
             raise InputError(
@@ -194,5 +197,8 @@ def compiled(program: Any, target: Target) -> Any:
 
     Returns:
         The compiled program (`jax.stages.Compiled`), which cannot be run here.
+
+    Raises:
+        jax.errors.JaxRuntimeError: If XLA cannot compile the program.
     """
     return program.compile(compiler_options=OPTIONS[target.platform])

@@ -13,7 +13,7 @@ import jax
 
 
 def platform() -> str:
-    """The platform of the devices that the program is traced for.
+    """Returns the platform of the devices that the program is traced for.
 
     These devices need not exist here: `solrl plan` compiles for devices that are only described.
 

@@ -108,7 +108,7 @@ class Format:
         return device.is_cuda_from(self.cuda_capability)
 
     def describe(self, device: DeviceInfo) -> str:
-        """One line about the format on a device, for the terminal and for a run's record.
+        """Returns one line about the format on a device, for the terminal and for a run's record.
 
         Args:
             device: The device that runs the matmuls.
@@ -180,7 +180,7 @@ def resolve_format(name: str, device: DeviceInfo) -> Format:
 def scoring_dtypes(
     name: str, precision: str, device: DeviceInfo
 ) -> tuple[jnp.dtype | None, jnp.dtype]:
-    """The dtypes that images are decoded and scored in.
+    """Returns the dtypes that images are decoded and scored in.
 
     Args:
         name: "fp32" decodes and scores in float32. "half" decodes in BF16 and scores in FP16 (BF16

@@ -49,7 +49,7 @@ class FP8Tensor(QuantizedWithInput):
     scales: Float[Array, "... n_out"]
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` with both operands in FP8.
+        """Computes `x @ w` with both operands in FP8.
 
         The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. Sums are
         accumulated in float32 (on Hopper with fast accumulation) and written in the dtype of `x`.
@@ -74,8 +74,8 @@ class FP8Tensor(QuantizedWithInput):
         return scale_lazily(y, scales, self.scales[None, None], width=y.shape[-1])
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The matrix that the leaf represents, the codes times their scales: [..., in, out] in
-        float32.
+        """Returns the matrix that the leaf represents, the codes times their scales: [..., in, out]
+        in float32.
         """
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.scales[..., None], -1, -2)
 

@@ -23,13 +23,14 @@ def gated_conv(
     `conv(silu(x)) + bias`, a depthwise 3x3 convolution.
 
     Under sequence parallelism, a device has some rows of the pixels, and fetches the rows next to
-    them. `silu` and the convolution are computed in float32; results of each are rounded to the
+    its own. `silu` and the convolution are computed in float32; results of each are rounded to the
     dtype of `x`.
 
     Args:
         x: The pixels [b, n, c], in raster order; c is even. On a TPU it must be one lazy part, and
             the first of its arrays a matmul over all c channels, which is then written to memory.
-        grid: The number of rows and of columns of the n pixels; their product is n.
+        grid: The number of rows and of columns of the n pixels (of this device, under sequence
+            parallelism); their product is n.
         kernel: The filters [3, 3, 1, c] of the convolution, which has stride 1 and zero padding.
         bias: The bias [c] of the convolution.
 
@@ -56,14 +57,16 @@ def gated_conv(
 def _conv_of_all_rows(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"], bias: Float[Array, " c"]
 ) -> Float[Array, "b h w c"]:
-    """`depthwise_conv` under sequence parallelism, with the rows next to those of this device.
+    """Computes `depthwise_conv` under sequence parallelism: fetches the rows that the convolution
+    reads of the neighboring devices, of which each has at least as many.
 
-    Rows are exchanged in float32, so that the gradient of a row is rounded once, after it is added.
+    Rows are exchanged in float32, so that the gradient of a row is rounded once, after the parts of
+    all devices are added.
 
     Args:
-        x: The rows of this device.
-        kernel: The filters.
-        bias: One number per channel.
+        x: The rows of pixels of this device [b, rows, columns, c].
+        kernel: The filters [k, k, 1, c]; k is odd.
+        bias: One number per channel [c].
 
     Returns:
         The convolved rows of this device, in the dtype of `x`.
@@ -103,7 +106,7 @@ def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivat
 
 
 def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`x sigmoid(x)`, elementwise.
+    """Computes `x sigmoid(x)`, elementwise.
 
     Args:
         x: An array of any shape and floating-point dtype.
@@ -118,7 +121,7 @@ def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
 def depthwise_conv(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"], bias: Float[Array, " c"] | None
 ) -> Float[Array, "b h w c"]:
-    """A convolution with one filter per channel, stride 1 and zero padding.
+    """Computes a convolution with one filter per channel, stride 1 and zero padding.
 
     Args:
         x: The images [b, h, w, c].
@@ -147,7 +150,7 @@ def depthwise_conv(
 def conv_by_shifts(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]
 ) -> Float[Array, "b h w c"]:
-    """The depthwise convolution (stride 1, zero padding) as a sum of shifted products.
+    """Computes the depthwise convolution (stride 1, zero padding) as a sum of shifted products.
 
     Args:
         x: The images [b, h, w, c], float32.
@@ -171,9 +174,9 @@ def conv_by_shifts(
 def conv_by_groups(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"]
 ) -> Float[Array, "b h w c"]:
-    """The depthwise convolution (stride 1, zero padding) as XLA's grouped convolution.
+    """Computes the depthwise convolution (stride 1, zero padding) as XLA's grouped convolution.
 
-    It has one group per channel. At the default precision, a TPU rounds both operands to BF16.
+    There is one group per channel. At the default precision, a TPU rounds both operands to BF16.
 
     Args:
         x: The images [b, h, w, c], float32.

@@ -34,10 +34,11 @@ class HalfPrecisionWeight(Leaf):
     weight: Float[Any, "... n_in n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w`, with `x` rounded to the dtype of the weight.
+        """Computes `x @ w`, with `x` rounded to the dtype of the weight.
 
         Args:
-            x: Activations [rows, n_in]. Values beyond the range of FP16 become infinite.
+            x: Activations [rows, n_in]. If the weight is FP16, values beyond its range become
+                infinite.
 
         Returns:
             The result [rows, n_out] in the dtype of the weight, with its outputs sharded over the
@@ -46,5 +47,5 @@ class HalfPrecisionWeight(Leaf):
         return tensor_parallel.matmul(x.astype(self.weight.dtype), self.weight)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The weight [..., in, out] in float32."""
+        """Returns the weight [..., in, out] in float32."""
         return self.weight.astype(jnp.float32)

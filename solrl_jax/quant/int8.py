@@ -51,7 +51,7 @@ class INT8Tensor(QuantizedWithInput):
     scales: Float[Array, "... n_out"]
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` with both operands in INT8, accumulated in INT32.
+        """Computes `x @ w` with both operands in INT8, accumulated in INT32.
 
         The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The scales of
         rows and columns are applied to the sums in float32, and the result is rounded to the dtype
@@ -76,8 +76,8 @@ class INT8Tensor(QuantizedWithInput):
         return LazyActivation.from_array(tensor_parallel.gather_axis(y), exact=False)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The matrix that the leaf represents, the codes times their scales: [..., in, out] in
-        float32.
+        """Returns the matrix that the leaf represents, the codes times their scales: [..., in, out]
+        in float32.
         """
         return jnp.swapaxes(self.codes.astype(jnp.float32) * self.scales[..., None], -1, -2)
 

@@ -170,7 +170,8 @@ class LazyActivation:
             f: Called as `f(activation, *more)` along the last axis, for any number of leading axes.
                 Row i of its result may depend only on row i of its arguments. A kernel on a GPU
                 calls it on single float32 rows, padded with zeros to a power of two.
-            *more: Further arrays [b, s, n], any of whose axes may have size 1.
+            *more: Further arrays [b, s, n], any of whose axes may have size 1. Their row 0 meets
+                the first row of the activation.
 
         Returns:
             The lazy result, with the dtype of this activation. It is exact if this activation is.
@@ -218,10 +219,10 @@ class LazyActivation:
         return LazyActivation((combined,), self.dtype)
 
     def concat(self, other: "LazyActivation") -> "LazyActivation":
-        """This activation, followed by another along the last axis. Nothing is computed yet.
+        """Appends another activation along the last axis. Nothing is computed yet.
 
         Args:
-            other: A lazy activation [b, s, m], with the batch b and the rows s of this one.
+            other: A lazy activation [b, s, m], with the b and s of this one. Its columns follow.
 
         Returns:
             The lazy activation [b, s, n + m], with the parts of both and the dtype of this
@@ -378,7 +379,7 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    """An encoder for `LazyActivation.encode` that only casts the rows.
+    """Casts rows and does nothing else (an encoder for `LazyActivation.encode`).
 
     Args:
         dtype: The dtype of the output. Casts to FP8 saturate.
@@ -391,7 +392,7 @@ def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
 
 
 def row_amax(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
-    """The largest magnitude of each row, over the arrays that hold its columns.
+    """Returns the largest magnitude of each row, over the arrays that hold its columns.
 
     Args:
         parts: The columns of the rows as one or more float32 arrays [..., n_i], n_i at least 1,
@@ -535,7 +536,7 @@ def triton_kernel(
         encode: The encoder: from the columns of a row (float32 arrays, one per part, the first
             columns first) to a tuple of outputs, each again a list of arrays. The columns of each
             part come padded with zeros to a power of two; the padding must not change the outputs
-            of the others.
+            for the columns of the row.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis, and all have one batch and one width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
@@ -797,7 +798,7 @@ def _in_whole_blocks(part: LazyPart) -> LazyPart:
 
 
 def _column_block(view: ColumnView) -> int | None:
-    """The index of a view among blocks of its own width, for `tpu_kernel`.
+    """Returns the index of a view among blocks of its own width, for `tpu_kernel`.
 
     Args:
         view: The columns of an array that `tpu_kernel` is to read.

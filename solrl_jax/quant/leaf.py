@@ -44,7 +44,7 @@ class Leaf(abc.ABC):
 
     @abc.abstractmethod
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` for a single matrix.
+        """Computes `x @ w` for a single matrix.
 
         Args:
             x: Activations [rows, n_in] of a floating-point dtype.
@@ -56,13 +56,14 @@ class Leaf(abc.ABC):
         """
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` for a lazy activation and a single matrix.
+        """Computes `x @ w` for a lazy activation and a single matrix.
 
-        This default materializes both the input and the output. Gradient checkpointing knows the
-        output by the name "matmul".
+        This default writes both the input and the output to memory. Gradient checkpointing knows
+        the output by the name "matmul".
 
         Args:
-            x: The input [b, s, n_in], which need not be in memory. It is computed and kept.
+            x: The input [b, s, n_in], which need not be in memory. Its `value` is computed and
+                kept in it.
 
         Returns:
             The lazy result [b, s, n_out], in the dtype of `matmul`'s result, complete on every
@@ -75,10 +76,10 @@ class Leaf(abc.ABC):
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The matrix that the leaf represents, [..., n_in, n_out] with leading axes, in float32."""
+        """Returns the matrix that the leaf represents, [..., n_in, n_out] in float32."""
 
     def partition_specs(self, shards: int) -> Any:
-        """The sharding of the leaf over the mesh axis `tensor`.
+        """Returns the sharding of the leaf over the mesh axis `tensor`.
 
         Args:
             shards: The number of shards along the axis. 1 replicates everything.
@@ -123,11 +124,11 @@ class QuantizedWithInput(Quantized):
 
     @abc.abstractmethod
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` for a single matrix, with the rows of `x` quantized by `x.encode`.
+        """Computes `x @ w` for a single matrix, with the rows of `x` quantized by `x.encode`.
 
         Args:
             x: The input [b, s, n_in], which need not be in memory. Only its codes and scales are
-                written there.
+                written to memory.
 
         Returns:
             The lazy result [b, s, n_out] in the dtype of `x`, complete on every device of the mesh
@@ -135,7 +136,7 @@ class QuantizedWithInput(Quantized):
         """
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` for a single matrix, by `lazy_matmul`; the result is written to memory.
+        """Computes `x @ w` for a single matrix by `lazy_matmul`, and writes the result to memory.
 
         Args:
             x: Activations [rows, n_in] of a floating-point dtype.
@@ -172,12 +173,12 @@ def scale_lazily(
 
 
 def _multiply(*factors: Array) -> Array:
-    """The elementwise product of all factors (at least one), which broadcast against each other."""
+    """Returns the elementwise product of all factors, at least one, with broadcasting."""
     return functools.reduce(operator.mul, factors)
 
 
 def nbytes(tree: Any) -> int:
-    """The number of bytes of all arrays of a tree, all shards together; 0 without arrays.
+    """Returns the number of bytes of all arrays of a tree, all shards together; 0 without arrays.
 
     Args:
         tree: A tree of arrays of JAX or NumPy, which may be abstract (`jax.ShapeDtypeStruct`).

@@ -49,8 +49,8 @@ class Blocks:
     are summed separately, and each block's queries read a mixture of the sums.
 
     Attributes:
-        layout: The number of blocks from top to bottom and from left to right. Each must divide the
-            number in `grid`; this is not checked.
+        layout: The number of blocks from top to bottom and from left to right. They must divide the
+            numbers of rows and of columns in `grid`; this is not checked.
         grid: The number of rows and of columns of tokens of the image, which are in raster order.
         eps: Added to the ReLU of queries and keys. The default adds nothing.
         least: Added to the denominator of the attention, so that it is not 0. The default is 1e-15.
@@ -83,7 +83,7 @@ class Blocks:
             x: Queries or keys, of any shape.
 
         Returns:
-            An array of the shape and dtype of `x`, to which `eps` is rounded first.
+            An array of the shape and dtype of `x`. `eps` is rounded to that dtype first.
         """
         return jax.nn.relu(x) + jnp.asarray(self.eps, x.dtype)
 
@@ -117,14 +117,14 @@ def linear_attention(
 
     Args:
         q: Queries [b, n, d] before their feature, heads side by side in d. n are all tokens of the
-            image in raster order. Column j of q, k and v must depend only on column j of the arrays
-            that they are computed from (or on arrays of width 1), as after a matmul and a bias.
-            This is not checked.
+            image in raster order (under sequence parallelism, those of this device). Column j of q,
+            k and v must depend only on column j of the arrays that they are computed from (or on
+            arrays of width 1), as after a matmul and a bias. This is not checked.
         k: Keys [b, n, d] before their feature, as `q`.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image, with eps, least and the variant. None: no blocks, whatever
-            `mix` is.
+        blocks: The blocks of the image, with eps, least and the variant; not for use under sequence
+            parallelism. None: no blocks, whatever `mix` is.
         mix: The mixing matrix m [blocks, blocks]; row i belongs to the queries of block i. None: no
             blocks, whatever `blocks` is.
 
@@ -465,8 +465,8 @@ class _Head:
         """Returns functions that compute q, k (both before their ReLU) and v of a group of tokens.
 
         Args:
-            refs: The references to the arrays in memory: those of q, then of k, then of v, as many
-                for each as its entry of `first_columns` has columns.
+            refs: The references to the arrays in memory: those of q, then of k, then of v. Each has
+                one entry in `first_columns`.
 
         Returns:
             Three functions, for q, k and v, from a group (a pair of token indices and whether they
@@ -564,7 +564,7 @@ class _Head:
         return jax.lax.fori_loop(0, num_groups, one_group, start)
 
     def zeros(self, *num_blocks: int) -> tuple[Array, Array]:
-        """Zeros in the shapes of the sums S and z over the keys, in float32.
+        """Returns zeros in the shapes of the sums S and z over the keys, in float32.
 
         Args:
             *num_blocks: Nothing for the sums of one block. One number, m, for those of m blocks.
@@ -619,7 +619,7 @@ class _Head:
 
 
 def _forward(head: _Head, *refs: Any) -> None:
-    """The kernel of the attention, for one head of one image.
+    """Computes the attention of one head of one image, inside the kernel.
 
     Args:
         head: The head of the image that this program of the kernel computes.
@@ -645,7 +645,8 @@ def _forward(head: _Head, *refs: Any) -> None:
 
 
 def _backward(head: _Head, *refs: Any) -> None:
-    """The kernel of the gradient, for one head of one image. It computes the sums over keys again.
+    """Computes the gradient of one head of one image, inside the kernel. The sums over keys are
+    computed again.
 
     The gradient of a query or key is 0 where its value is not above 0 (ReLU).
 
@@ -734,7 +735,7 @@ def _mix_sums(weights: Float[Array, " m"], sums: tuple[Array, ...]) -> list[Arra
 
 
 def _sum_over_tokens(x: Float[Array, "n k"], y: Float[Array, "n v"]) -> Float[Array, "k v"]:
-    """`x.T @ y`: the sum over tokens of the outer products of their features.
+    """Computes `x.T @ y`: the sum over tokens of the outer products of their features.
 
     Args:
         x: Features of n tokens [n, k], BF16.
@@ -747,7 +748,7 @@ def _sum_over_tokens(x: Float[Array, "n k"], y: Float[Array, "n v"]) -> Float[Ar
 
 
 def _wide_dot(x: Float[Array, "n k"], y: Float[Array, "k v"]) -> Float[Array, "n v"]:
-    """The matmul of BF16 `x` and float32 `y`, nearly as exact as in float32.
+    """Computes `x @ y` of BF16 `x` and float32 `y`, nearly as exactly as in float32.
 
     `y` is split into three BF16 arrays (`_split_bf16`), and three matmuls, whose products are exact
     in float32, are added.

@@ -65,7 +65,8 @@ def _low_rank_matmul(
     a: Float[Array, "n_in rank"],
     b: Float[Array, "rank n_out"],
 ) -> Float[Array, "rows n_out"]:
-    """`scale * x @ a @ b` in the dtype of `x`, with gradients of `a` and `b` summed in float32.
+    """Computes `scale * x @ a @ b` in the dtype of `x`, with gradients of `a` and `b` summed in
+    float32.
 
     JAX's own gradient of a BF16 matmul would round the gradient of the weight to BF16 once per
     micro-batch. The result would depend on how the rows are grouped into micro-batches, and small
@@ -84,7 +85,7 @@ def _low_rank_matmul(
 
 
 def _low_rank_forward(scale, x, a, b):
-    """The forward pass of `_low_rank_matmul`.
+    """Computes the forward pass of `_low_rank_matmul`.
 
     Args:
         scale: alpha / rank.
@@ -104,16 +105,16 @@ def _low_rank_forward(scale, x, a, b):
 
 
 def _low_rank_backward(scale, residuals, g):
-    """The backward pass of `_low_rank_matmul`.
+    """Computes the backward pass of `_low_rank_matmul`.
 
     Args:
         scale: alpha / rank.
-        residuals: What `_low_rank_forward` returned for it: (x, x @ a, a, b).
+        residuals: The residuals of `_low_rank_forward`: (x, x @ a, a, b).
         g: The gradient of the result [rows, n_out].
 
     Returns:
-        The gradients of x (in the dtype of `g`), of a and of b (in their own dtypes, summed over
-        the rows in float32).
+        The gradients of x (in the dtype of `g`), of a and of b (summed over the rows in float32,
+        and then cast to the dtypes of a and b).
     """
     x, inner, a, b = residuals
     g_inner = g @ (scale * b).astype(g.dtype).T
@@ -124,7 +125,7 @@ def _low_rank_backward(scale, residuals, g):
 
 
 def _sum_over_rows(left, right):
-    """`left.T @ right`, the sum over rows of their outer products.
+    """Computes `left.T @ right`, the sum over rows of their outer products.
 
     Args:
         left: A matrix [rows, m].

@@ -35,7 +35,7 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     Args:
         x: Activations [..., in] of a floating-point dtype.
         w: A single weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a
-            `Leaf`, for example a quantized matrix.
+            `Leaf`, for example a quantized matrix, of which no gradient may be taken.
 
     Returns:
         `x @ w` [..., out], complete on every device of the mesh axis `tensor`. It has the dtype of
@@ -55,7 +55,7 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
 
 
 def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
-    """`x @ w` for a lazy activation.
+    """Computes `x @ w` for a lazy activation.
 
     Args:
         x: The lazy activation [b, s, n_in], of a floating-point dtype.
@@ -76,7 +76,8 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
 
 
 def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
-    """`x @ w` whose outputs may stay sharded over the mesh axis `tensor`, unlike those of `matmul`.
+    """Computes `x @ w`. Unlike those of `matmul`, its outputs may stay sharded over the mesh axis
+    `tensor`.
 
     Args:
         x: Inputs [rows, n_in] of a floating-point dtype, which is not checked.
@@ -95,7 +96,8 @@ def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "row
 
 
 def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
-    """The matrix that a weight represents, [..., n_in, n_out] in float32. Leading axes are kept.
+    """Returns the matrix that a weight represents, [..., n_in, n_out] in float32. Leading axes are
+    kept.
 
     Args:
         w: An array of any floating-point dtype, or a leaf: LoRA adapters are merged, and codes are
@@ -108,7 +110,7 @@ def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:
 
 
 def output_partition_specs(w: Weight | np.ndarray | jax.ShapeDtypeStruct, shards: int) -> Any:
-    """The sharding of a weight [..., in, out] over the mesh axis `tensor`.
+    """Returns the sharding of a weight [..., in, out] over the mesh axis `tensor`.
 
     Args:
         w: An array, an abstract array or a leaf. The outputs of an array are its last axis.

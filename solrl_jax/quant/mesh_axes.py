@@ -7,7 +7,7 @@ SEQUENCE = "sequence"  # shards tokens (`quant.sequence_parallel`)
 
 
 def axis_size(name: str) -> int:
-    """The size of an axis of the mesh that `jax.set_mesh` has set.
+    """Returns the size of an axis of the mesh that `jax.set_mesh` has set.
 
     Args:
         name: The name of the axis.

@@ -63,8 +63,8 @@ class NVFP4Tensor(QuantizedWithInput):
     n_out: int = dataclasses.field(metadata={"static": True})
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """`x @ w` with both operands in NVFP4, accumulated in float32. Each row of `x` is quantized
-        with a scale of its own.
+        """Computes `x @ w` with both operands in NVFP4, accumulated in float32. Each row of `x` is
+        quantized with a scale of its own.
 
         Args:
             x: Activations [rows, n_in] of a floating-point dtype.
@@ -81,7 +81,7 @@ class NVFP4Tensor(QuantizedWithInput):
         return super().matmul(x)
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """`x @ w` with both operands in NVFP4, accumulated in float32.
+        """Computes `x @ w` with both operands in NVFP4, accumulated in float32.
 
         The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The float32
         scales of the rows and of the matrix are applied by the kernel that reads the lazy result.
@@ -106,8 +106,8 @@ class NVFP4Tensor(QuantizedWithInput):
         return scale_lazily(y, row_scale, self.tensor_scale.reshape(1, 1, 1), width=self.n_out)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The matrix that the leaf represents, the codes times both levels of scales: [..., n_in,
-        n_out] without padding, in float32.
+        """Returns the matrix that the leaf represents, the codes times both levels of scales: [...,
+        n_in, n_out] without padding, in float32.
         """
         codes = unpack(self.codes).astype(jnp.float32)
         blocks = codes.reshape(*codes.shape[:-1], -1, BLOCK)
@@ -275,11 +275,11 @@ def _on_own_rows(
     where XLA cannot partition the call.
 
     Args:
-        dot: The matmul, a function of the other arguments.
+        dot: The matmul, a function (x, x_scales, w, w_scales) -> [rows, n_out].
         x: Codes of the activations [rows, k].
-        x_scales: Their scales [rows, k / 16].
+        x_scales: The block scales of `x`, [rows, k / 16].
         w: Codes of the weight [n_out, k].
-        w_scales: Their scales [n_out, k / 16].
+        w_scales: The block scales of `w`, [n_out, k / 16].
 
     Returns:
         The product [rows, n_out].
@@ -295,7 +295,7 @@ def _on_own_rows(
 def _xla_scaled_dot(
     dtype: DTypeLike, x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
-    """The block-scaled matmul as XLA's `scaled_dot`: `(x * x_scales) @ (w * w_scales).T`.
+    """Computes the block-scaled matmul `(x * x_scales) @ (w * w_scales).T` by XLA's `scaled_dot`.
 
     Args:
         dtype: The dtype of the result.
@@ -320,7 +320,7 @@ def _xla_scaled_dot(
 def _cudnn_scaled_dot(
     dtype: DTypeLike, x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
-    """The block-scaled matmul by cuDNN: `(x * x_scales) @ (w * w_scales).T`.
+    """Computes the block-scaled matmul `(x * x_scales) @ (w * w_scales).T` by cuDNN.
 
     Rows and outputs are padded with zeros to multiples of 128 for cuDNN, and the padding is cut
     from the result. XLA would pad, too, but copy the whole result.

@@ -49,9 +49,9 @@ def shard_tokens(
     `sequence`.
 
     Args:
-        f: A function `f(shared, x, rotation, text)` that returns (tokens, text), as many tokens as
-            `x` has, and a text that depends on other tokens through `gather_tokens` alone. It may
-            close over the weights of blocks that it scans over, which are replicated.
+        f: A function `f(shared, x, rotation, text)` that returns (tokens, text): as many tokens as
+            its `x` has, and the new text, which may depend on `x` through `gather_tokens` alone. It
+            may close over the weights of blocks that it scans over, which are replicated.
         shared: A tree of arrays that are replicated, such as modulation vectors.
         x: The tokens that are sharded. Every device gets n / shards consecutive ones.
         rotation: Arrays with one entry per position [b or 1, positions, ...]: the cosines and sines
@@ -131,14 +131,14 @@ def replicate_tokens(x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
 def gather_tokens(
     x: Float[Array, "b s ..."], start: int = 0, stop: int | None = None
 ) -> Float[Array, "b tokens ..."]:
-    """Gathers the tokens of all devices, inside `shard_tokens`. The gradient is the sum of those
-    of all devices, added in float32.
+    """Gathers the tokens of all devices, inside `shard_tokens`. The gradients of all devices are
+    added in float32.
 
     Args:
-        x: An array with one entry per token of this device.
-        start: The first entry that belongs to sharded tokens. Those before are replicated, and
-            are kept.
-        stop: The entry after the last one that belongs to sharded tokens. Those from it on are
+        x: An array with one entry per token, along the second axis: of the sharded tokens, those of
+            this device; around them, tokens that every device has.
+        start: The first entry that belongs to sharded tokens. Entries before it are kept.
+        stop: The entry after the last one that belongs to sharded tokens. Entries from it on are
             kept. None: all entries up to the end are sharded.
 
     Returns:
@@ -156,11 +156,11 @@ def gather_tokens(
 def neighbor_tokens(
     x: Float[Array, "b n ..."], count: int
 ) -> tuple[Float[Array, "b count ..."], Float[Array, "b count ..."]]:
-    """Fetches the tokens before and after those of this device, inside `shard_tokens`.
+    """Fetches the tokens before and after those of this device. For use inside `shard_tokens`.
 
     Args:
         x: An array with one entry per token of this device, at least `count`.
-        count: How many tokens to fetch from each side.
+        count: How many tokens to fetch from each side, at least 1.
 
     Returns:
         The last `count` entries of the device before and the first `count` entries of the device
@@ -170,28 +170,30 @@ def neighbor_tokens(
 
 
 def tokens_to_pairs(x: Float[Array, "pairs n ..."]) -> Float[Array, "own tokens ..."]:
-    """Exchanges a share of the tokens of all pairs for all tokens of a share of the pairs. For use
-    in a kernel (`shard_map_kernel`) inside `shard_tokens`.
+    """Exchanges tokens between the devices (an all-to-all). A device has some tokens of every pair
+    of a sample and a head, and receives all tokens of some pairs.
+
+    For use in a kernel (`shard_map_kernel`) inside `shard_tokens`.
 
     Args:
-        x: The tokens of this device for each pair of a sample and a head.
+        x: The tokens of this device for all pairs [pairs, n, ...].
 
     Returns:
-        The tokens of all devices for the pairs of this device. If their number is not a multiple of
-        the number of devices, some pairs are repeated.
+        All tokens for the pairs of this device [own, tokens, ...]. If the number of pairs is not a
+        multiple of the number of devices, the first pairs are repeated at the end.
     """
     return jax.lax.all_to_all(_repeat(x), SEQUENCE, split_axis=0, concat_axis=1, tiled=True)
 
 
 def pairs_to_tokens(x: Float[Array, "own tokens ..."], pairs: int) -> Float[Array, "{pairs} n ..."]:
-    """The inverse of `tokens_to_pairs`.
+    """Reverts `tokens_to_pairs`. For use in a kernel.
 
     Args:
-        x: All tokens for the pairs of this device.
-        pairs: The number of pairs of all devices.
+        x: All tokens for the pairs of this device [own, tokens, ...].
+        pairs: The number of pairs of all devices, without repeated ones.
 
     Returns:
-        The tokens of this device for all pairs.
+        The tokens of this device for all pairs [pairs, n, ...].
     """
     return jax.lax.all_to_all(x, SEQUENCE, split_axis=1, concat_axis=0, tiled=True)[:pairs]
 
@@ -200,10 +202,10 @@ def own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
     """Selects the pairs of this device, as `tokens_to_pairs` does. For use in a kernel.
 
     Args:
-        x: One entry per pair, the same on every device.
+        x: One entry per pair of a sample and a head, the same on every device.
 
     Returns:
-        The entries of the pairs of this device.
+        The entries of the pairs of this device, repeated ones included.
     """
     x = _repeat(x)
     count = len(x) // axis_size(SEQUENCE)
@@ -211,17 +213,18 @@ def own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
 
 
 def gather_on_first(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pairs} ..."]:
-    """Gathers the pairs of all devices on the first device of the axis. For use in a kernel.
+    """Gathers the entries of all pairs on the first device of the mesh axis `sequence`. For use in
+    a kernel.
 
-    The gradient of an array that every device has is the sum of what the devices return. The others
-    return zeros, so that the sum does not round, as that of equal shares would.
+    It returns the gradient of an array that every device has, which JAX adds up over the devices.
+    All devices but the first return zeros, so that this sum is exact.
 
     Args:
         x: One entry for each pair of this device.
-        pairs: The number of pairs of all devices.
+        pairs: The number of pairs of all devices, without repeated ones.
 
     Returns:
-        One entry for each pair. They are zeros on all devices but the first.
+        One entry for each pair; zeros on all devices but the first.
     """
     gathered = jax.lax.all_gather(x, SEQUENCE, axis=0, tiled=True)[:pairs]
     return jnp.where(jax.lax.axis_index(SEQUENCE) == 0, gathered, jnp.zeros_like(gathered))
@@ -255,7 +258,7 @@ def _gather(x: Float[Array, "b n ..."]) -> Float[Array, "b tokens ..."]:
 
 
 def _gather_forward(x):
-    """The forward pass of `_gather`.
+    """Computes the forward pass of `_gather`.
 
     Args:
         x: The entries of this device.
@@ -267,14 +270,15 @@ def _gather_forward(x):
 
 
 def _gather_backward(_, g):
-    """The backward pass of `_gather`.
+    """Computes the backward pass of `_gather`.
 
     Args:
-        _: Nothing.
-        g: The gradient of the gathered array, of which every device has a part that differs.
+        _: None, the residual of `_gather_forward`.
+        g: The gradient of the gathered array that this device computed. The gradients of all
+            devices have to be added.
 
     Returns:
-        The sum of the parts for the entries of this device, in the dtype of `g`.
+        A tuple with the sum for the entries of this device, in the dtype of `g`.
     """
     return (_sum_parts(g),)
 
@@ -286,21 +290,23 @@ _gather.defvjp(_gather_forward, _gather_backward)
 # would first replicate its operand over all other axes of the mesh.
 @shard_map_kernel
 def _all_gather(x: Array) -> Array:
-    """Concatenates the entries of all devices along the second axis.
+    """Returns the entries of all devices along the mesh axis `sequence`, concatenated along the
+    second axis.
 
     Args:
-        x: The entries of one device.
+        x: The entries of this device [b, n, ...].
     """
     return jax.lax.all_gather(x, SEQUENCE, axis=1, tiled=True)
 
 
 @shard_map_kernel
 def _sum_parts(x: Array) -> Array:
-    """Adds the arrays of all devices in float32, and returns the share of this device along the
-    second axis.
+    """Adds the arrays of all devices along the mesh axis `sequence` in float32, and returns the
+    entries of the sum that belong to this device, in the dtype of `x`.
 
     Args:
-        x: The array of one device, with the entries of all.
+        x: The array that this device adds [b, tokens, ...], with the entries of all devices along
+            the second axis.
     """
     parts = x.astype(jnp.float32)
     return jax.lax.psum_scatter(parts, SEQUENCE, scatter_dimension=1, tiled=True).astype(x.dtype)
@@ -308,10 +314,11 @@ def _sum_parts(x: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fetch(distance: int, x: Float[Array, "b n ..."]) -> Float[Array, "b n ..."]:
-    """Sends an array to the device that comes `distance` later along the mesh axis `sequence`.
+    """Sends an array to the device that comes `distance` later along the mesh axis `sequence`, and
+    receives one.
 
     Args:
-        distance: How far to send it; negative: to an earlier device.
+        distance: How many devices further to send the array; negative: to an earlier device.
         x: The array of this device.
 
     Returns:
@@ -324,11 +331,11 @@ def _send(distance: int, x: Array) -> Array:
     """Runs the collective of `_fetch`, as a kernel of its own.
 
     Args:
-        distance: How far to send the array; negative: to an earlier device.
+        distance: How many devices further to send the array; negative: to an earlier device.
         x: The array of this device.
 
     Returns:
-        The array that this device receives, or zeros.
+        The array that this device receives; zeros if none is sent to it.
     """
     shards = axis_size(SEQUENCE)
     pairs = [(i, i + distance) for i in range(shards) if 0 <= i + distance < shards]
@@ -336,10 +343,10 @@ def _send(distance: int, x: Array) -> Array:
 
 
 def _fetch_forward(distance, x):
-    """The forward pass of `_fetch`.
+    """Computes the forward pass of `_fetch`.
 
     Args:
-        distance: How far the array is sent.
+        distance: How many devices further the array is sent.
         x: The array of this device.
 
     Returns:
@@ -349,15 +356,15 @@ def _fetch_forward(distance, x):
 
 
 def _fetch_backward(distance, _, g):
-    """The backward pass of `_fetch`: gradients go the other way.
+    """Computes the backward pass of `_fetch`: sends gradients in the opposite direction.
 
     Args:
-        distance: How far the array was sent.
-        _: Nothing.
+        distance: How many devices further the array was sent.
+        _: None, the residual of `_fetch_forward`.
         g: The gradient of the array that this device received.
 
     Returns:
-        The gradient of the array that this device sent.
+        A tuple with the gradient of the array that this device sent.
     """
     return (_send(-distance, g),)
 

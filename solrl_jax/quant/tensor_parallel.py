@@ -46,7 +46,8 @@ def gather_axis(x: Array, axis: int = -1) -> Array:
 
 
 def partition_spec(shape: tuple[int, ...], axis: int | None, shards: int) -> PartitionSpec:
-    """The sharding of a parameter over the mesh axis `tensor`. It does not read the current mesh.
+    """Returns the sharding of a parameter over the mesh axis `tensor`. Does not read the current
+    mesh.
 
     Args:
         shape: The shape of the parameter, with leading axes.
@@ -82,7 +83,8 @@ def shard_weight(w: Array, axis: int) -> Array:
 def matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w` with the outputs sharded over the mesh axis `tensor`. No sum over inputs is split.
+    """Computes `x @ w` with the outputs sharded over the mesh axis `tensor`. No sum over inputs is
+    split.
 
     Args:
         x: Inputs [rows, n_in].
@@ -99,7 +101,7 @@ def matmul(
 def _sharded_matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """`x @ w`, of which each device of the mesh axis `tensor` computes some columns.
+    """Computes `x @ w`, of which each device of the mesh axis `tensor` computes some columns.
 
     The gradient of `x` is computed in shards of its columns, for which each device receives whole
     rows of `w`; the shards are then gathered.
@@ -115,7 +117,7 @@ def _sharded_matmul(
 
 
 def _sharded_matmul_forward(x, w):
-    """The forward pass of `_sharded_matmul`.
+    """Computes the forward pass of `_sharded_matmul`.
 
     Args:
         x: Inputs [rows, n_in].
@@ -128,7 +130,7 @@ def _sharded_matmul_forward(x, w):
 
 
 def _sharded_matmul_backward(residuals, g):
-    """The backward pass of `_sharded_matmul`.
+    """Computes the backward pass of `_sharded_matmul`.
 
     Args:
         residuals: The operands x [rows, n_in] and w [n_in, n_out].

@@ -53,7 +53,7 @@ def clipscore(paths: Mapping[str, str]) -> NetworkReward:
     """Opens CLIPScore (arXiv 2104.08718) with OpenAI's CLIP ViT-L/14.
 
     The score of an image and its prompt is the cosine of their embeddings times
-    `exp(logit_scale) / 100`, which is close to 1. Images of any size are resized bilinearly, as
+    `exp(logit_scale) / 100`, a factor close to 1. Images of any size are resized bilinearly, as
     PyTorch does it, and center-cropped to a square. Prompts are cut after 77 tokens. Missing files
     are downloaded from the Hugging Face hub.
 
@@ -84,10 +84,10 @@ def clipscore(paths: Mapping[str, str]) -> NetworkReward:
 def pickscore(paths: Mapping[str, str]) -> NetworkReward:
     """Opens PickScore v1 (arXiv 2305.01569), a CLIP ViT-H/14 fine-tuned on human preferences.
 
-    The score of an image and its prompt is the cosine of their embeddings times
-    `exp(logit_scale) / 26`, about 0.8. Images of any size are resized with Pillow's bicubic kernel
-    and center-cropped to a square. Prompts are cut after 77 tokens. Missing files are downloaded
-    from the Hugging Face hub.
+    The score of an image and its prompt, about 0.8, is the cosine of their embeddings times
+    `exp(logit_scale) / 26`. Images of any size are resized with Pillow's bicubic kernel and
+    center-cropped to a square. Prompts are cut after 77 tokens. Missing files are downloaded from
+    the Hugging Face hub.
 
     Args:
         paths: The setting `reward.paths`: where the files are, by key. Each entry is a directory or

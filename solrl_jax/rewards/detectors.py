@@ -23,8 +23,9 @@ class Detection:
 
     Attributes:
         name: The class of the object, e.g. "dog".
-        box: x0, y0, x1, y1 in pixels, where x grows to the right and y downwards.
-        color: Its color. None: unclear.
+        box: x0, y0, x1, y1 (the left, upper, right and lower edge) in pixels, where x grows to the
+            right and y downwards.
+        color: The color of the object, e.g. "red". None: unclear.
         confidence: The confidence of the detector, in [0, 1].
     """
 

@@ -48,8 +48,12 @@ def repeat_rows(tree: Any, count: int) -> Any:
     """Repeats every row of arrays, so that there is one per frame.
 
     Args:
-        tree: A tree of arrays with one row per sample.
+        tree: A tree of arrays with one row per sample. None in it stays None.
         count: The number of frames of each sample. 1 returns `tree` itself.
+
+    Returns:
+        The tree with `count` copies of each row, which follow each other, those of the first sample
+        first.
     """
     return tree if count == 1 else jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), tree)
 
@@ -59,10 +63,10 @@ def mean_over_frames(scores: Mapping[str, Any], count: int) -> dict[str, Any]:
 
     Args:
         scores: By name, an array with one score per frame, those of the first sample first.
-        count: The number of frames of each sample. 1 returns the scores as they are.
+        count: The number of frames of each sample. With 1 the arrays stay as they are.
 
     Returns:
-        By name, one score per sample.
+        A new dict: by name, an array with one score per sample.
     """
     if count == 1:
         return dict(scores)

@@ -91,7 +91,8 @@ def geneval(
             "position". "include": a list of the requested objects, e.g. {"class": "dog", "count":
             1, "color": "brown", "position": ["left of", 0]}, where color and position are optional
             and 0 is the index of an earlier entry. "exclude", optional: a list of objects with
-            "class" and "count", of which there must be fewer. Other keys are ignored.
+            "class" and "count", of which there must be fewer. Other keys of the mapping are
+            ignored, but an object may have no others.
         detector: "shapes", which finds the objects of the embedded world in square images, or
             "module.path:function" with a function from images [m, H, W, 3] to one sequence of
             `detectors.Detection`s per image.
@@ -138,8 +139,8 @@ def check(prompt: str, metadata: Metadata, detector: str = "shapes", **options: 
 
     Args:
         prompt: The prompt, for messages.
-        metadata: Its metadata: a mapping with "tag", "include" and possibly "exclude", of the form
-            that `geneval` scores.
+        metadata: The metadata of the prompt: a mapping with "tag", "include" and possibly
+            "exclude", of the form that `geneval` scores.
         detector: "shapes", whose classes and colors are known, or another detector, with which any
             are accepted.
         options: The options `threshold` and `counting_threshold` of `geneval`, which have no effect
@@ -246,8 +247,9 @@ def relations(a: Detection, b: Detection) -> set[str]:
         b: The object that this position is relative to.
 
     Returns:
-        Some of "left of", "right of", "above" and "below": at most two (`a` diagonal to `b`), none
-        if the boxes overlap so much that both reduced offsets are below 0.001 pixels.
+        Some of "left of", "right of", "above" and "below": at most two (`a` diagonal to `b`). The
+        set is empty if neither reduced offset is that long, as for boxes that overlap much, or if
+        both are below 0.001 pixels.
     """
     ax0, ay0, ax1, ay1 = a.box
     bx0, by0, bx1, by1 = b.box
@@ -271,10 +273,11 @@ def parse_request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request
 
     Args:
         prompt: The prompt, for messages.
-        metadata: Its metadata: "tag", a text; "include", a list of mappings such as {"class":
-            "dog", "count": 1, "color": "brown", "position": ["left of", 0]} (color and position are
-            optional, and 0 is the index of an earlier entry); and possibly "exclude", a list of
-            mappings with "class" and "count". Other keys are ignored.
+        metadata: The metadata of the prompt: "tag", a text; "include", a list of mappings such as
+            {"class": "dog", "count": 1, "color": "brown", "position": ["left of", 0]} (color and
+            position are optional, and 0 is the index of an earlier entry); and possibly "exclude",
+            a list of mappings with "class" and "count". Other keys of `metadata` are ignored, but
+            an entry may have no others.
         known: The classes and colors that the detector can find.
 
     Returns:
@@ -304,9 +307,9 @@ def _parse_clauses(
 
     Args:
         prompt: The prompt, for messages.
-        metadata: Its metadata. `metadata[kind]` is a list with one mapping per clause, e.g.
-            {"class": "dog", "count": 1}.
-        kind: The key of the clauses in it, "include" or "exclude".
+        metadata: The metadata of the prompt. `metadata[kind]` is a list with one mapping per
+            clause, e.g. {"class": "dog", "count": 1}.
+        kind: The key of the clauses in `metadata`, "include" or "exclude".
         known: The classes and colors that the detector can find.
 
     Returns:
@@ -355,14 +358,14 @@ def _parse_clause(
         raise _refusal(prompt, field, value, accepted)
 
     name = value.get("class")
-    if not isinstance(name, str) or (known.classes and name not in known.classes):
+    if not isinstance(name, str) or not name or (known.classes and name not in known.classes):
         accepted = f"one of {', '.join(known.classes)}" if known.classes else "a name"
         raise _refusal(prompt, f"{field}.class", name, accepted)
     count = value.get("count")
     if type(count) is not int or count < 1:
         raise _refusal(prompt, f"{field}.count", count, "a count of at least 1")
     color = value.get("color")
-    is_known = isinstance(color, str) and (not known.colors or color in known.colors)
+    is_known = isinstance(color, str) and color and (not known.colors or color in known.colors)
     if color is not None and not is_known:
         accepted = f"one of {', '.join(known.colors)}" if known.colors else "a color"
         raise _refusal(prompt, f"{field}.color", color, accepted)

@@ -53,10 +53,10 @@ class GroupScoring:
         are kept until its last one comes.
 
         Args:
-            images: The images as a NumPy array [b, H, W, 3] in [0, 1]; None if the reward scores
-                latents alone.
-            latents: The latents of these images, a NumPy array [b, h, w, c]. Rows beyond the last
-                prompt are padding, which is not scored.
+            images: The images as a NumPy array [b, H, W, 3] in [0, 1], or clips [b, T, H, W, 3];
+                None if the reward scores latents alone.
+            latents: Their latents, a NumPy array [b, h, w, c], of clips [b, t, h, w, c]. Rows
+                beyond the last prompt are padding, which is not scored.
 
         Raises:
             InputError: If the reward's code raises, or returns no scores of the right names and
@@ -87,8 +87,8 @@ class GroupScoring:
         """Scores one group, replicated on all devices, and stores the scores.
 
         Args:
-            rows: For each candidate of the group, a pair: its image [H, W, 3] in [0, 1] (or None)
-                and its latent [h, w, c].
+            rows: For each candidate of the group, a pair: its image [H, W, 3] or clip [T, H, W, 3]
+                in [0, 1] (or None), and its latent [h, w, c] or [t, h, w, c].
             prompts: For each candidate, the index of its prompt in the arrays that `prepare`
                 returned, int32 [candidates]. They are all equal.
 

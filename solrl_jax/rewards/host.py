@@ -89,7 +89,8 @@ class Returned:
     Attributes:
         answer: Float32 arrays [n] by the name of the score, "reward" among them; None if the call
             has no scores.
-        problem: Why an image has no score, in one line; None if all have one.
+        problem: Why the call failed, or why it has no score for some images, in one line. None
+            after a call that succeeded.
         usage: What the function counted with `rewards.usage.count`: sums by the name of the
             counter, e.g. {"requests": 3.0}. Empty if nothing was counted.
     """
@@ -250,12 +251,13 @@ class Workers:
 def workers(count: int, timeout: float) -> Workers:
     """Returns the pool of worker processes of this program for these settings.
 
-    They are created at the first call with these settings and shared from then on, because
+    The pool is created by the first call with these settings and shared from then on, because
     processes take seconds to start. No process starts here.
 
     Args:
         count: The number of worker processes, at least 1.
-        timeout: Seconds that a call may take; a process that takes longer is killed.
+        timeout: Seconds that a call of a reward's function may take; a process that takes longer is
+            killed.
     """
     return Workers(count, timeout)
 
@@ -642,7 +644,7 @@ def _call(
     Args:
         timeout: Seconds after which the system kills this process with SIGALRM, even inside C code.
         target: The function, as "module:function".
-        options: Its keyword arguments.
+        options: The keyword arguments of the function, by name.
         images: The images, float32 [n, H, W, 3] in [0, 1], or clips [n, T, H, W, 3].
         prompts: The text of the prompt of each image.
         metadata: The metadata of the prompt of each image.

@@ -60,7 +60,7 @@ def http(
 
     Raises:
         ValueError: If the images are not RGB, or the arguments differ in length.
-        TypeError: If metadata holds something that JSON has not, such as a date.
+        TypeError: If metadata holds something that JSON cannot represent, such as a date.
         Failure: If there is no answer, a redirect, a status of 400 or more after the last attempt,
             an answer of more than 2**20 bytes (`MOST`), or no {"scores": [...]} with numbers and
             nulls in it.
@@ -101,7 +101,9 @@ def http(
 
 
 def encode_png(image: Float[np.ndarray, "H W 3"]) -> str:
-    """Returns an image as a PNG file of 8 bits in base64. No file is written.
+    """Returns an image as a PNG file of 8 bits per channel in base64, without a prefix "data:".
+
+    No file is written.
 
     Args:
         image: RGB in [0, 1]. Other values are clipped, and NaN becomes 0.

@@ -47,7 +47,8 @@ class NetworkReward(Reward):
         """Reads the parameters of the networks, in float32.
 
         A network of which the package has only the configuration (for a plan) gets abstract
-        parameters (`jax.ShapeDtypeStruct`), and no file is read.
+        parameters (`jax.ShapeDtypeStruct`), and no file is read. In a run of several processes,
+        each calls it, and reads only what its own devices hold.
 
         Args:
             mesh: The mesh that the parameters are placed on: large arrays are split over its axes
@@ -137,8 +138,8 @@ def in_half_precision(network: Component, params: Params, dtype: DTypeLike) -> P
 
     Args:
         network: The network that the parameters belong to.
-        params: Its parameters in float32, or `jax.ShapeDtypeStruct`s, as a nested dictionary. It is
-            not changed.
+        params: The parameters of the network in float32, or `jax.ShapeDtypeStruct`s, as a nested
+            dictionary, which is not changed.
         dtype: float16 or bfloat16.
 
     Returns:

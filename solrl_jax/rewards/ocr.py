@@ -43,15 +43,17 @@ def ocr(
             read.
         prompts: The prompt of each image. The words are the text between its first two double
             quotes, unless the metadata has them.
-        metadata: The metadata of each prompt. A text under "text" has the words instead.
+        metadata: The metadata of each prompt. A text under "text" has the words instead. None there
+            counts as no entry.
         threads: The number of threads of the engine in this process, at least 1.
 
     Returns:
         The scores [n] in [0, 1], float32.
 
     Raises:
-        ValueError: If a prompt has no words, if `threads` is no integer of at least 1, if the
-            images are not RGB, or if the arguments differ in length.
+        ValueError: If a prompt has no words or something else than a text under "text", if
+            `threads` is no integer of at least 1, if the images are not RGB, or if the arguments
+            differ in length.
         ImportError: If the rapidocr package does not contain its models.
         Exception: Whatever the engine raises for an image, where Flow-GRPO scores 0.
     """
@@ -71,11 +73,13 @@ def check(prompt: str, metadata: Metadata, **options: Any) -> None:
     Args:
         prompt: The prompt. The words are the text between its first two double quotes, unless the
             metadata has them.
-        metadata: The metadata of the prompt. A text under "text" has the words instead.
+        metadata: The metadata of the prompt. A text under "text" has the words instead. None there
+            counts as no entry.
         options: The options of `ocr`, which have no effect here.
 
     Raises:
-        ValueError: If there are no words. The message names the prompt.
+        ValueError: If there are no words, or something else than a text under "text". The message
+            names the prompt.
     """
     target(prompt, metadata)
 

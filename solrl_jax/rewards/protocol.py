@@ -76,7 +76,7 @@ class HostReward:
     Attributes:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
         target: The function, as "module:function".
-        options: Its keyword arguments.
+        options: The keyword arguments of the function, by name.
         others: The names of the scores that it must return beside "reward"; a call without one of
             them fails. It may return more. None: they are not known before the first call.
         batch: The most images (if `pairwise`, pairs) in one call, at least 1. No effect if
@@ -103,8 +103,11 @@ class HostReward:
 
     @property
     def in_groups(self) -> bool:
-        """Whether it compares candidates of one prompt: groupwise or pairwise. Its worker is given
-        a whole group of candidates at once, and gives a pairwise function its pairs.
+        """Whether the reward compares candidates of one prompt: `groupwise` or `pairwise`.
+
+        A worker process then gets a group (the candidates of a prompt, or a part of them if they
+        are more than `HostRewards.group_size`) at once. It calls a groupwise function with the
+        whole group, and a pairwise one with up to `batch` pairs of it.
         """
         return self.groupwise or self.pairwise
 
@@ -127,7 +130,7 @@ class HostRewards:
             (`GROUP_SIZE`) by default.
         failures_in_a_row: By the name of the reward, the number of its latest calls that returned
             no score at all. Any score resets it to 0. It stays 0 where a failed call ends the run.
-            The sums of rewards of one run share one counter. By default a new one.
+            The sums of rewards of one run share one counter. The default is a new counter.
     """
 
     rewards: tuple[HostReward, ...]
@@ -141,7 +144,9 @@ class HostRewards:
     )
 
     def select(self, *, clips: bool) -> "HostRewards | None":
-        """Returns the rewards of one kind, with all other settings; None if there are none.
+        """Returns the rewards of one kind, or None if there are none.
+
+        All other fields are kept; the counter `failures_in_a_row` is the same object.
 
         Args:
             clips: True selects the rewards that get whole clips, False those that get images.
@@ -163,10 +168,10 @@ class Reward:
             runs on the host.
         score: A function (params, inputs, prepared) -> dict of arrays [b] with the key "reward" and
             the keys in `others`. `params` is the field; `inputs` are images or latents, as the
-            field `inputs` says; `prepared` has one row per image: that of its prompt. It is traced
-            by jit with rows divided over the mesh, so the score of an image must not depend on the
-            other images, unless `groupwise` is set. None only for a weighted sum without such
-            rewards.
+            field `inputs` says; `prepared` has one row per image: the row of its prompt. The
+            function is traced by jit with rows divided over the mesh, so the score of an image must
+            not depend on the other images, unless `groupwise` is set. None only for a weighted sum
+            that has no rewards of its own inside JAX.
         others: Names of the scores beside "reward", which can be recorded or trained on too.
         host: Only for weighted sums: the rewards outside JAX that belong to the sum, or None.
         check: Is called with every prompt of a run (`Prompt`), and raises ValueError if the reward
@@ -260,7 +265,8 @@ class Reward:
         Args:
             images: The decoded images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1]. Any value,
                 such as None, if `inputs` is "latents".
-            latents: The latents of the images, [b, h, w, c]. Any value if `inputs` is "images".
+            latents: The latents of the images, [b, h, w, c], or of the clips, [b, t, h, w, c]. Any
+                value if `inputs` is "images".
 
         Returns:
             `images` ("images"), `latents` ("latents") or the tuple (images, latents) ("both").
@@ -269,6 +275,8 @@ class Reward:
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike) -> "Reward":
         """Returns the reward with its parameters on the devices.
+
+        In a run of several processes, each calls it, with equal parameters.
 
         Args:
             mesh: The mesh that the parameters are placed on: large arrays are split over its axes
@@ -460,8 +468,8 @@ def reward_code(name: str, template: str = "{}") -> Iterator[None]:
 
     Raises:
         InputError: If the body raises anything but KeyboardInterrupt, even SystemExit. The message
-            is one line: "reward 'NAME': ", then the filled template. The error's own message begins
-            with the name of its type unless it is a ValueError.
+            is one line: "reward 'NAME': ", then the filled template. The error's own message is
+            preceded by the name of its type, unless the error is a ValueError with a message.
     """
     with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
         try:
@@ -551,7 +559,7 @@ def check_rgb(shape: tuple[int, ...]) -> None:
 def finite_images(images: Float[np.ndarray, "n ... 3"]) -> Bool[np.ndarray, " n"]:
     """Returns which images have only finite values.
 
-    The others score NaN, as inside JAX, and are not trained on.
+    Callers give the other images the score NaN, as inside JAX, and these are not trained on.
 
     Args:
         images: Any number n of images [n, H, W, 3] or clips [n, T, H, W, 3], also 0.

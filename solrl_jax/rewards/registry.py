@@ -150,7 +150,7 @@ class OpenedRewards:
     def load(self, mesh: Mesh | None) -> Rewards:
         """Reads the parameters of the rewards inside JAX, once each, and sums all rewards.
 
-        No worker process starts.
+        No worker process starts. Every process of a run must call it.
 
         Args:
             mesh: The mesh for the parameters. None: networks are loaded on JAX's default device,
@@ -310,6 +310,7 @@ def open_rewards(
             configuration, or the question of a judge cannot be used. Also if a reward in
             `reward.weights` has no gradient and must have one, or if `reward.frames` is above 1
             although a reward of images compares candidates or all rewards get whole clips.
+        PermissionError: If a parent of the directory of a judge's cache may not be searched.
     """
     fields = {
         "reward.weights": tuple(settings.weights),
@@ -380,7 +381,7 @@ def open_function(
         name: The name of the reward in the configuration, which the result gets.
         target: The function, as "module:function". It is called with (images, prompts, metadata),
             or with (first, second, prompts, metadata) if it is pairwise.
-        options: Its keyword arguments by name.
+        options: The keyword arguments of the function, by name.
         others: The names of the scores that it must return beside "reward", e.g. ("strict",). None:
             unknown.
 
@@ -409,10 +410,10 @@ def open_function(
 def open_plugin(name: str, options: Options) -> Reward | HostReward:
     """Opens a function of a user, which is imported in this process.
 
-    The signature decides its kind. A function with a required argument is itself a scorer outside
-    JAX, called in worker processes. A function that can be called with the options alone is a
-    factory: it is called here and must return a `Reward` inside JAX. The working directory is
-    appended to `sys.path` unless it is there.
+    The signature decides its kind. A function with a parameter that has no default (*args and
+    **kwargs do not count) is itself a scorer outside JAX, called in worker processes. Any other
+    function is a factory: it is called here with the options and must return a `Reward` inside JAX.
+    The working directory is appended to `sys.path` unless it is there.
 
     Args:
         name: The name of an entry point of an installed package, or "module:function". An entry
@@ -525,7 +526,11 @@ def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
 
 
 def is_judge(name: str) -> bool:
-    """Returns whether the name of a reward is that of a judge: "judge" or "judge-NAME"."""
+    """Returns whether the name of a reward is that of a judge: "judge" or "judge-NAME".
+
+    Args:
+        name: The name of a reward, any text. NAME may be empty.
+    """
     return name == JUDGE or name.startswith(f"{JUDGE}-")
 
 

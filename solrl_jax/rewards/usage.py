@@ -23,7 +23,9 @@ def count(name: str, amount: float = 1) -> None:
 
 
 def take() -> dict[str, float]:
-    """Returns the sums of the counters of this process since the last call, and resets them.
+    """Returns the sums of the counters of this process since the last call of `take`.
+
+    Also resets the counters.
 
     Returns:
         The sum of each counter by its name; {} if nothing was counted.

@@ -21,7 +21,7 @@ MODES: dict[str, Callable[[Array], Array]] = {
 }
 # Added to the standard deviation, so that it can be divided by.
 STD_FLOOR = 1e-4
-# Rewards that differ by less than this share of the largest one are tied. The rounding error of
+# Rewards that differ by at most this fraction of the largest one are tied. The rounding error of
 # float32 is 6e-8 of a number, and a mean of 24 numbers adds it up to 24 times.
 TIE = 4e-6
 # Optimality probabilities are rounded to multiples of 1 / LEVELS.
@@ -77,7 +77,8 @@ def advantages(
 
 
 def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Float[Array, "..."]:
-    """The probability that a sample is one to imitate: `q = clip(A / (2 clip) + 1/2, 0, 1)`.
+    """Computes the probability that a sample is one to imitate: `q = clip(A / (2 clip) + 1/2, 0,
+    1)`.
 
     q is rounded to a multiple of 1/4096, so that the last bits of a reward, which differ between
     meshes, do not change the training.

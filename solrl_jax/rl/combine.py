@@ -55,7 +55,7 @@ def ranking_values(
 
 
 def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, float]) -> Values:
-    """The weighted sum of several scores, each standardized within its prompt.
+    """Computes the weighted sum of several scores, each standardized within its prompt.
 
         A_j = (r_j - mean of r_j) / std of r_j            for score j, over the prompt's candidates
         A   = sum over j of w_j A_j
@@ -121,7 +121,7 @@ def combined_advantages(
     global_std: bool,
     mode: str,
 ) -> Float[Array, "p k"]:
-    """The advantages of the kept samples, from the values that order them.
+    """Computes the advantages of the kept samples, from the values that order them.
 
     With "sum" the values are rewards, and the result is that of `advantages`: reward minus mean of
     the prompt, divided by a standard deviation and clipped. With "advantages" the values A are

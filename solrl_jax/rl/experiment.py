@@ -151,7 +151,7 @@ class Experiment:
         return self.with_size(sizes[int(order[position])])
 
     def policy(self, trained: Trainable) -> Params:
-        """The parameters of a policy in the training precision.
+        """Returns the parameters of a policy in the training precision.
 
         Args:
             trained: The trainable parameters by path, such as
@@ -169,7 +169,7 @@ class Experiment:
         return attach(self.backbone.transformer, trained, self.scale)
 
     def schedule(self, steps: int, noise_start: int | None = 0) -> Schedule:
-        """The schedule of this experiment's model and size: `rl.sampler.make_schedule`.
+        """Returns the schedule of this experiment's model and size: `rl.sampler.make_schedule`.
 
         Args:
             steps: The number of solver steps, at least 1. The full schedule has
@@ -196,7 +196,7 @@ class Experiment:
     def sampler(
         self, name: str, trained: Trainable, steps: int, noise_start: int | None = 0
     ) -> Sampler:
-        """A sampler in the training precision, for regeneration, evaluation and calibration.
+        """Makes a sampler in the training precision, for regeneration, evaluation and calibration.
 
         Args:
             name: The name of the phase, for progress, e.g. "regenerate" or "evaluate".
@@ -267,7 +267,8 @@ class Experiment:
 
         Returns:
             The same prompts and embeddings, prepared for `exploration_reward`; `prompt_batch`
-            itself if there is none, because `reward` then ranks the candidates.
+            itself if there is none, because `reward` then ranks the candidates. Errors of
+            `Reward.prepare` pass through.
         """
         if self.exploration_reward is None:
             return prompt_batch
@@ -280,7 +281,8 @@ class Experiment:
         """Computes the embeddings of prompts, and prepares the prompts for a reward.
 
         Embeddings come from the cache of prompts if that has them; otherwise this loads the text
-        encoders, leaves them loaded, and writes to the cache. Every process of a run must call it.
+        encoders, leaves them loaded, and writes to the cache. Every process of a run must call it
+        with the same arguments.
 
         Args:
             prompts: The prompts, as text or with metadata for the reward, at least one. They are
@@ -300,7 +302,8 @@ class Experiment:
                 through.
             FileNotFoundError: If the directory of a tokenizer is missing.
             PermissionError: If a folder of the cache may not be searched.
-            RunError: If the disk refuses an entry of the cache.
+            RunError: If the disk refuses an entry of the cache, or another process of the run gives
+                no answer.
         """
         return prepare(self.backbone, reward, prompts, self.config.model.max_sequence_length)
 
@@ -313,7 +316,7 @@ class Experiment:
         seed: int | None = None,
         iteration: int = 0,
     ) -> UInt32[np.ndarray, "p n 2"]:
-        """The seeds of the candidates of each prompt, on the host.
+        """Returns the seeds of the candidates of each prompt, on the host.
 
         A seed depends on the root seed, the stream, the iteration, the text of the prompt and the
         index of the candidate, and on nothing else: the same prompt has the same seeds anywhere in
@@ -350,7 +353,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     Args:
         config: The configuration, in which "auto" need not be resolved. Where `train.num_prompts`
             or `eval.num_prompts` exceeds the distinct prompts of its set, the experiment has a
-            lower number, and a UserWarning says so.
+            lower number, and a UserWarning says so. There is also one if the objective trains on
+            reward gradients and `reward.eval_only` is empty.
         force: True skips the check that the largest arrays of the run (latents of all candidates
             and of an evaluation, images of its grid, adapters, a batch of images, parameters
             trained in full) fit into memory.
@@ -362,9 +366,11 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         InputError: If the configuration cannot be run here: a file, model, reward or function is
             missing or unusable, there are too few devices, the model does not support the image
             sizes, a pattern matches no parameter, or arrays cannot fit into memory.
-        ConfigError: If an objective `module:function` trains on pairs or transitions and other
-            settings do not allow that, or if no number of prompts up to the distinct training
-            prompts agrees with the other settings.
+        ConfigError: If the settings do not allow what an objective `module:function` trains on, or
+            if no number of prompts up to the distinct training prompts agrees with the other
+            settings.
+        PermissionError: If a parent of the folder of a cache (of prompts or of a judge) may not be
+            searched.
         RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
             "stop". It is a RunError.
         RunError: If another process of the run gives no answer.
@@ -433,12 +439,14 @@ def check_loaded_objective(config: Config) -> None:
     """Imports the objective of a configuration, and checks the settings that it requires.
 
     Args:
-        config: The configuration. `algorithm.objective` may be `module:function`.
+        config: The configuration. `algorithm.objective` may be `module:function`; the working
+            directory is then appended to `sys.path` (`load_objective`).
 
     Raises:
         InputError: If the objective cannot be imported, or trains on reward gradients and has no
             function that makes targets of them.
-        ConfigError: If other settings do not allow what it trains on.
+        ConfigError: If its attribute `trains_on` has an unknown value, or other settings do not
+            allow what it trains on.
     """
     objective = load_objective(config.algorithm.objective)
     config.check_objective()
@@ -447,10 +455,10 @@ def check_loaded_objective(config: Config) -> None:
 
 
 def reward_gradients_for(config: Config) -> str | None:
-    """The name of the objective if it trains on the gradient of the reward, else None.
+    """Returns the name of the objective if it trains on the gradient of the reward, else None.
 
     Args:
-        config: The configuration, whose objective must be importable.
+        config: The configuration. An objective `module:function` is imported, which must succeed.
     """
     algorithm = config.algorithm
     return algorithm.objective if algorithm.trains_on == "reward_gradients" else None
@@ -559,15 +567,15 @@ def _check_guidance(config: Config, pipeline: Pipeline) -> None:
     be predicted by the trained policy alone.
 
     Args:
-        config: The configuration of the run. Its objective must be importable, if it is
-            `module:function`.
+        config: The configuration of the run. An objective `module:function` is imported, which must
+            succeed.
         pipeline: The pipeline of the model. It says which field is the classifier-free scale:
             `rollout.true_cfg_scale` if its network takes the guidance scale as an input (FLUX.1),
             else `rollout.guidance_scale`.
 
     Raises:
         InputError: If such an objective is combined with a classifier-free scale above 1.
-        ConfigError: If the objective does not say a known value for what it trains on.
+        ConfigError: If the attribute `trains_on` of the objective has an unknown value.
     """
     field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
     scale = getattr(config.rollout, field)
@@ -631,6 +639,8 @@ def first_device_info() -> DeviceInfo:
 def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """Reads the prompts to train on and the prompts to test on.
 
+    Data sets of the Hugging Face hub are downloaded unless they are in its cache.
+
     Args:
         config: `prompts.train` and `prompts.test` name the sets: files, "embedded:NAME" or
             "hub:OWNER/DATASET".
@@ -640,9 +650,9 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
         its file.
 
     Raises:
-        InputError: If a file is missing, cannot be read, holds no prompt, too many or one that
-            cannot be used, or repeats a prompt with other metadata (in tables and data sets of the
-            hub, the first row counts instead).
+        InputError: If a file is missing, cannot be read or downloaded, holds no prompt, more than
+            2**20 or one that cannot be used, or repeats a prompt with other metadata (in tables and
+            data sets of the hub, the first row counts instead).
     """
     return load_prompts(config.prompts.train, "prompts.train"), load_prompts(
         config.prompts.test, "prompts.test"
@@ -688,8 +698,8 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
-    """The state before the first iteration: the base, with the adapters of `lora.path` if it is
-    set.
+    """Makes the state before the first iteration: the base, with the adapters of `lora.path` if it
+    is set. Every process of a run must call it.
 
     Args:
         experiment: The run. The initial adapters are drawn from its seed.
@@ -720,7 +730,7 @@ def fresh_state(experiment: Experiment) -> TrainState:
 
 
 def state_shapes(experiment: Experiment) -> TrainState:
-    """The shapes, dtypes and shardings of the training state of a run. Nothing is allocated.
+    """Returns the shapes, dtypes and shardings of a run's training state. Nothing is allocated.
 
     Args:
         experiment: The run. Its network, trained paths, `lora.rank`, optimizer and mesh decide the

@@ -18,7 +18,7 @@ class RankCorrelations:
     """Rank correlations of two rewards within prompts. 1 means the same order, -1 the reverse one.
 
     A correlation is defined for a prompt if each of the two rewards has at least two distinct
-    values in it.
+    values among the candidates for which both are finite.
 
     Attributes:
         spearman: The mean of Spearman's rho over the prompts for which it is defined; NaN without
@@ -69,9 +69,9 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
 def overlap(
     proxy: Rewards, true: Rewards, top: int, within: int, *, best: bool = True
 ) -> Float[np.ndarray, " p"]:
-    """The share of the truly best (or worst) candidates that the proxy finds, per prompt.
+    """Computes the fraction of each prompt's truly best (or worst) candidates that the proxy finds.
 
-    That is: of the `top` candidates with the best true rewards, the share that is among the
+    That is: of the `top` candidates with the best true rewards, the fraction that is among the
     `within` candidates with the best proxy rewards. The paper's Top-4 match has `top=4` and
     `within=K/2`, where K is the number of kept candidates of a prompt. A candidate whose reward of
     one kind is not finite is not on the list of that kind, so a truly best one without a finite
@@ -86,8 +86,8 @@ def overlap(
         best: True compares the best candidates, False the worst.
 
     Returns:
-        One share in [0, 1] per prompt, float64. With only f < `top` finite true rewards, it is the
-        share of these f; NaN if there is none.
+        One fraction in [0, 1] per prompt, float64. With only f < `top` finite true rewards, it is
+        the fraction of these f; NaN if there is none.
 
     Raises:
         ValueError: If `proxy` and `true` differ in their numbers of prompts.
@@ -98,7 +98,7 @@ def overlap(
 def mean_true_rank(
     proxy: Rewards, true: Rewards, within: int, best: bool = True
 ) -> Float[np.ndarray, " p"]:
-    """The mean true rank of the candidates that the proxy ranks best (or worst), per prompt.
+    """Computes the mean true rank of each prompt's best (or worst) candidates by proxy.
 
     Rank 1 is the truly best. If rewards are equal, the lower index counts as the better one. With N
     candidates, a perfect proxy scores (within + 1) / 2 at the best end and N - (within - 1) / 2 at
@@ -124,7 +124,7 @@ def mean_true_rank(
 
 
 def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.ndarray, " p"]:
-    """How much reward is lost if the proxy chooses the best candidates, per prompt.
+    """Computes how much reward is lost if the proxy chooses the best candidates, per prompt.
 
     The regret is the mean true reward of the `top` best of all candidates, minus that of the `top`
     best among the proxy's `within` best, divided by the range (largest minus smallest) of the

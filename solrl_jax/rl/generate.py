@@ -78,8 +78,6 @@ class PromptBatch:
 class SeedBatch:
     """The samples to generate: one prompt and one seed per row.
 
-    Its length is the number of samples.
-
     Attributes:
         prompt: For each sample, the index of its prompt in the `PromptBatch`.
         seeds: The seed of each sample, the two words of a threefry key of JAX. Its initial noise
@@ -106,6 +104,7 @@ class SeedBatch:
         return cls(np.repeat(np.arange(prompts), candidates), seeds.reshape(-1, 2))
 
     def __len__(self) -> int:
+        """Returns the number of samples."""
         return len(self.prompt)
 
 
@@ -153,8 +152,8 @@ class Samples:
         return self.scores["reward"]
 
     def take(self, indices: Int[np.ndarray, "..."]) -> "Samples":
-        """A selection of the samples, without their images, intermediate latents, targets, failure
-        counts and costs.
+        """Returns a selection of the samples, without their images, intermediate latents, targets,
+        failure counts and costs.
 
         Args:
             indices: Indices of samples in an array of any shape, which is flattened. An index may
@@ -208,7 +207,8 @@ def prepare(
     """Encodes prompts once, for any number of samples of each.
 
     Embeddings come from the backbone's cache of prompts if that has them; otherwise this loads the
-    text encoders, leaves them loaded, and writes to the cache. Every process of a run must call it.
+    text encoders, leaves them loaded, and writes to the cache. Every process of a run must call it
+    with the same arguments.
 
     Args:
         backbone: The model, with its tokenizers, text encoders and cache of prompts.
@@ -229,7 +229,8 @@ def prepare(
             cache cannot be written. Errors of the reward's `prepare` pass through.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache may not be searched.
-        RunError: If the disk refuses an entry of the cache.
+        RunError: If the disk refuses an entry of the cache, or another process of the run gives no
+            answer.
     """
     prepared = None if reward is None else reward.prepare(prompts)
     cond = backbone.encode(prompts, max_tokens)
@@ -363,7 +364,7 @@ def place_samples(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) ->
     """Pads an array to a number of samples and shards the samples over a mesh.
 
     Args:
-        x: An array with one row per sample, 1 to `count` rows.
+        x: An array with one row per sample, 1 to `count` rows, equal in every process.
         count: The number of samples of the result, a multiple of the devices along `data` and
             `fsdp`.
         mesh: The mesh of the devices.

@@ -28,7 +28,7 @@ from solrl_jax.quant.mesh_axes import SEQUENCE
 from solrl_jax.rl.state import abstract_state
 from solrl_jax.rl.trainable.trainable import attach, find_trained_paths
 
-# The share of the memory of a device that the base and the saved residuals may take. The rest is
+# The fraction of the memory of a device that the base and the saved residuals may take. The rest is
 # for the work of one block, the decoder and the rewards.
 SHARE = 0.75
 
@@ -40,7 +40,8 @@ def open_for_training(
 
     "auto" chooses "matmuls" (the results of matmuls are kept for the backward pass) if the base and
     the kept values need at most 75 % of the memory of a device (`saved_residual_bytes`), and
-    otherwise "blocks" (only the inputs of blocks are kept).
+    otherwise "blocks" (only the inputs of blocks are kept). "auto" and sequence parallelism trace
+    the network, which takes seconds.
 
     Args:
         config: The configuration of the run. `model.gradient_checkpointing` is "none", "matmuls",
@@ -164,7 +165,7 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
 
 
 def _conditioning(pipeline: Pipeline, batch_size: int, config: Config) -> Any:
-    """The shapes of the embeddings of some prompts, found by tracing the text encoders.
+    """Returns the shapes of the embeddings of some prompts, found by tracing the text encoders.
 
     Args:
         pipeline: The tokenizers and text encoders. No weight is loaded.

@@ -43,7 +43,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def no_progress(phase: str, total: int, done: int) -> None:
-    """A `Progress` that reports nothing.
+    """Reports nothing. It is the default `Progress` of `iterate`.
 
     Args:
         phase: The name of the running phase. Not read.
@@ -86,8 +86,9 @@ class Selection:
             `reward.combine=advantages` the weighted sums of their scores, each standardized within
             its prompt. Not finite where a candidate has none.
         chosen: The indices of the kept candidates of each prompt, ascending.
-        usable: For each prompt, whether it is trained on: whether at least K of its candidates have
-            a finite value in `ranking`. If not, its row of `chosen` is the padding 0 to K - 1.
+        usable: For each prompt, bool [p], whether it is trained on: whether at least K of its
+            candidates have a finite value in `ranking`. If not, its row of `chosen` is the padding
+            0 to K - 1.
     """
 
     prompts: Sequence[Prompt]
@@ -138,11 +139,12 @@ def iterate(
         The new state, on the devices, and the metrics and the ledger of the iteration.
 
     Raises:
-        InputError: If the number of the iteration is not from 1 to 2**31 - 1, or if the prompts
-            cannot be encoded.
+        InputError: If the number of the iteration is not from 1 to 2**31 - 1, if the prompts cannot
+            be encoded, or if the code of a reward inside JAX raises or returns no scores.
         IndexError: If the explorer has no such level.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
+        FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
@@ -278,11 +280,12 @@ def make_samplers(
         The sampler of exploration and that of regeneration. The one whose samples are trained on
         (that of exploration if nothing is regenerated) records the states that the objective trains
         at. Where both phases have the same first steps (`continued_steps`), exploration keeps the
-        latents after them, and the regeneration has only the steps that follow.
+        latents after them, and the regeneration has only the steps that follow. Its caller gives it
+        these latents as the noise.
 
     Raises:
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
-        InputError, PermissionError, RunError: If the prompts that are measured on cannot be encoded
+        InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
             (`Experiment.encode_prompts`).
     """
     config = experiment.config
@@ -381,7 +384,7 @@ def reward_metrics(
     kept: Samples,
     explored: Samples,
 ) -> dict[str, float]:
-    """The metrics of an iteration that come from its rewards, and the size of its images.
+    """Computes the metrics of an iteration that come from its rewards, and the size of its images.
 
     Args:
         experiment: The experiment of the iteration, whose image size is reported. Its
@@ -481,7 +484,7 @@ def ledger_columns(
     advantage: Float[np.ndarray, "p k"],
     iteration: int,
 ) -> dict[str, Any]:
-    """The record of every candidate of an iteration.
+    """Makes the record of every candidate of an iteration.
 
     Args:
         experiment: `rollout.regenerate` of its configuration decides whether there are regenerated

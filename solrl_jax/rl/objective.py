@@ -164,7 +164,8 @@ def load_objective(name: str) -> Objective:
     Raises:
         InputError: If the module of `module:function` cannot be imported, has no such attribute, or
             the attribute is not callable.
-        ImportError: If a name without a colon is not a file in `rl/objectives/`.
+        ImportError: If the name has not the form `module:function` and is not that of a file in
+            `rl/objectives/`.
     """
     if not is_plugin(name):
         return getattr(importlib.import_module(f"solrl_jax.rl.objectives.{name}"), name)
@@ -194,9 +195,10 @@ def reward_gradients(targets: MakeTargets) -> Callable[[F], F]:
     Args:
         targets: A function (gradient, anchor, algorithm) -> latents by name. `anchor` are the
             predicted clean latents, float32. `gradient` maps clean latents to the reward of each
-            sample and its gradient; every call takes about four times as long as decoding and
-            scoring, and should therefore not depend on values. A sample whose result is not finite
-            is not trained on.
+            sample and its gradient. Every call takes about four times as long as decoding and
+            scoring, so their number should not depend on the values of the latents: plans count the
+            calls by a trial with zeros. A sample whose result is not finite is not trained on. The
+            function is called outside of jit.
 
     Returns:
         A decorator, which sets the attributes `trains_on` and `targets` of the objective and
@@ -211,7 +213,7 @@ def reward_gradients(targets: MakeTargets) -> Callable[[F], F]:
 
 
 def make_targets_of(objective: Objective) -> MakeTargets:
-    """The function with which an objective makes targets from the gradient of the reward.
+    """Returns the function with which an objective makes targets from the gradient of the reward.
 
     Args:
         objective: An objective that trains on reward gradients.
@@ -232,7 +234,7 @@ def make_targets_of(objective: Objective) -> MakeTargets:
 
 
 def mean_per_sample(x: Latents) -> PerSample:
-    """The mean over all axes but the first.
+    """Returns the mean over all axes but the first.
 
     Args:
         x: An array with one row per sample and at least one further axis.
@@ -257,8 +259,8 @@ def along(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
 
 
 def distance_to_reference(velocities: Velocities) -> PerSample:
-    """The KL term of an objective: `mean((v - v_ref)^2)` over the dimensions of a sample, times
-    `velocities.reference_weight`.
+    """Computes the KL term of an objective: `mean((v - v_ref)^2)` over the dimensions of a sample,
+    times `velocities.reference_weight`.
 
     With `algorithm.kl_fraction` below 1, it is 0 for samples for which the reference was not
     evaluated, and scaled up for the others, so its mean over samples has the same expectation.
@@ -300,8 +302,8 @@ def add_reference_term(
 
 
 def distance_to_old(velocities: Velocities) -> PerSample:
-    """The mean over dimensions of the squared distance between the velocities of the trained and
-    the old policy, which has no gradient.
+    """Computes `mean((v - v_old)^2)` over the dimensions of a sample, for the velocities of the
+    trained (v) and the old policy (v_old, which gets no gradient).
 
     Args:
         velocities: The velocities that the trained and the old policy predict. The reference is not
@@ -314,8 +316,8 @@ def distance_to_old(velocities: Velocities) -> PerSample:
 
 
 def step_divergence(distance: PerSample, target: TrainingTarget) -> PerSample:
-    """The Kullback-Leibler divergence of a recorded step between two policies, as the mean over
-    dimensions: `mean((m_1 - m_2)^2) / (2 std^2)`.
+    """Computes the Kullback-Leibler divergence of a recorded step between two policies, as the mean
+    over dimensions: `mean((m_1 - m_2)^2) / (2 std^2)`.
 
     Both policies make the step a Gaussian with the standard deviation `std`. Their means `m = a x +
     b (x - sigma v)` differ by `b sigma` times the difference of their velocities.
@@ -337,8 +339,8 @@ def step_divergence(distance: PerSample, target: TrainingTarget) -> PerSample:
 
 
 def self_weighted_error(velocity: Latents, target: TrainingTarget, clean: Latents) -> PerSample:
-    """The squared error of the clean latents that a velocity predicts, divided by their absolute
-    error (DiffusionNFT, arXiv 2509.16117, section 3.3).
+    """Computes the squared error of the clean latents that a velocity predicts, divided by their
+    absolute error (DiffusionNFT, arXiv 2509.16117, section 3.3).
 
     Args:
         velocity: The velocity at `target.x`. It predicts the clean latents `x - sigma velocity`.
@@ -355,7 +357,7 @@ def self_weighted_error(velocity: Latents, target: TrainingTarget, clean: Latent
 
 
 def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:
-    """The flow-matching loss: the mean over dimensions of the squared error of a velocity.
+    """Computes the flow-matching loss: the mean over dimensions of a velocity's squared error.
 
     Args:
         velocity: The predicted velocity at `target.x`.
@@ -368,11 +370,11 @@ def matching_error(velocity: Latents, target: TrainingTarget) -> PerSample:
 
 
 def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> PerSample:
-    """The flow-matching loss (`matching_error`, a mean over dimensions) of one velocity minus that
-    of another.
+    """Computes the flow-matching loss (`matching_error`, a mean over dimensions) of one velocity
+    minus that of another.
 
-    It is computed from the difference of the two. The result is therefore exactly 0 where they are
-    equal, and does not lose digits where they are close.
+    It is computed from the difference of the two velocities. The result is therefore exactly 0
+    where they are equal, and does not lose digits where they are close.
 
     Args:
         velocity: The predicted velocity at `target.x` whose loss counts positively.
@@ -387,7 +389,7 @@ def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> P
 
 
 def _true_velocity(target: TrainingTarget) -> Latents:
-    """The true velocity at `target.x`: the one from `x0` to `x`, `(x - x0) / sigma`.
+    """Returns the true velocity at `target.x`: the one from `x0` to `x`, `(x - x0) / sigma`.
 
     Args:
         target: The samples. Its sigmas are above 0; a sigma of 0 would give NaN.
@@ -399,8 +401,8 @@ def _true_velocity(target: TrainingTarget) -> Latents:
 
 
 def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSample:
-    """The log-ratio of the probabilities of a recorded step under two policies: `ln p(after | x) -
-    ln p_old(after | x)`.
+    """Computes the log-ratio of the probabilities of a recorded step under two policies: `ln
+    p(after | x) - ln p_old(after | x)`.
 
     Both densities are Gaussians with the same standard deviation. As in Flow-GRPO (arXiv
     2505.05470), their logarithms are averaged over the dimensions of a sample, not summed. The
@@ -429,7 +431,8 @@ def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSam
 def clipped_policy(
     log_r: PerSample, target: TrainingTarget, algorithm: AlgorithmConfig, scale: float
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """The clipped loss of PPO (arXiv 1707.06347, eq. 7): `max(-A R, -A clip(R, 1 - c, 1 + c))`.
+    """Computes the clipped loss of PPO (arXiv 1707.06347, eq. 7): `max(-A R, -A clip(R, 1 - c, 1 +
+    c))`.
 
     Args:
         log_r: The natural logarithm of the probability ratio R of the trained to the old policy.

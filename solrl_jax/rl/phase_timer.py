@@ -21,6 +21,7 @@ class PhaseTimer:
     """
 
     def __init__(self) -> None:
+        """Makes a timer without a running phase, which counts compilations from here on."""
         self.seconds: dict[str, float] = {}
         self._compiled = _compilations()
         self._before = len(_compilations())
@@ -92,7 +93,7 @@ class PhaseTimer:
 
 @functools.cache
 def _compilations() -> list[float]:
-    """The seconds of every compilation in this process since the first call, in order.
+    """Returns the seconds of every compilation in this process since the first call, in order.
 
     The list is shared by all callers and grows: the first call registers a listener of JAX that
     appends to it. Reading a program from JAX's compilation cache counts as a compilation.

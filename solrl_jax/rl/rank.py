@@ -128,7 +128,8 @@ def explore_and_regenerate(
 
     All candidates are generated once by regeneration, and once per setting by exploration, each
     from its same seed. Regenerated candidates are scored by the run's reward, explored ones by
-    `rollout.explore.reward` if the run has it.
+    `rollout.explore.reward` if the run has it. Encoding the prompts may load text encoders and
+    write to the cache of prompts. Every process of a run must call it with the same arguments.
 
     Args:
         experiment: The run, for images of its size. Each prompt has `rollout.candidates`
@@ -150,10 +151,12 @@ def explore_and_regenerate(
         ConfigError: If the `option_set` of a setting does not exist, or the configuration is not
             valid with it.
         InputError: If a quantization rule of such options matches no layer of the network, or all
-            layers are excluded; or if the prompts cannot be encoded.
+            layers are excluded; if the prompts cannot be encoded; or if the code of a reward inside
+            JAX raises or returns no scores.
         KeyError: If the format of a setting is not in `quant.formats.FORMATS`.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
+        FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
@@ -184,6 +187,8 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
     """Encodes the first test prompts, and draws the seeds of their candidates.
 
     The seeds depend on `eval.seed`, not on the seed of the run, so two runs draw the same noise.
+    Encoding may load text encoders and write to the cache of prompts. Every process of a run must
+    call it.
 
     Args:
         experiment: The run. Each prompt has `rollout.candidates` candidates.
@@ -196,8 +201,9 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
     Raises:
         InputError: If the tokenizer or a text encoder of the model fails on its files, or the cache
             of prompts cannot be written.
+        FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
-        RunError: If the disk refuses the cache of prompts.
+        RunError: If the disk refuses the cache of prompts, or another process gives no answer.
     """
     config = experiment.config
     test_prompts = experiment.test_prompts[:prompts]
@@ -220,7 +226,8 @@ def pool_rewards(
     """Generates candidates and returns the values that order them.
 
     These are their rewards, or with `reward.combine=advantages` the weighted sums of their scores,
-    each standardized over all candidates of its prompt.
+    each standardized over all candidates of its prompt. Every process of a run must call it with
+    the same arguments.
 
     Args:
         experiment: The run, which has the networks, the rewards and the number of candidates per
@@ -239,7 +246,10 @@ def pool_rewards(
         One row per prompt, one column per candidate. NaN where a candidate could not be scored.
 
     Raises:
-        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop".
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
+            RunError.
+        RunError: If there are rewards outside JAX and another process gives no answer.
+        InputError: If the code of a reward inside JAX raises or returns no scores.
     """
     config = experiment.config
     reward = experiment.ranking_reward if explored else experiment.reward
@@ -302,10 +312,12 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
         prompts, and "per_prompt", a list with the text ("prompt") and the figures of each prompt:
 
         * "spearman", "kendall": The rank correlations of proxy and true rewards.
-        * "top_k_match": The share of the truly best 4 candidates among the kept / 2 best by proxy.
-        * "bottom_k_match": The share of the truly worst 4 among the kept / 2 worst by proxy.
-        * "top_k_regret": The mean reward of the truly best 4 minus that of the best 4 among the
-          kept / 2 best by proxy, as a share of the range of the true rewards.
+        * "top_k_match": The fraction of the truly best 4 candidates that are among the kept / 2
+          best by proxy.
+        * "bottom_k_match": The fraction of the truly worst 4 that are among the kept / 2 worst by
+          proxy.
+        * "top_k_regret": The mean true reward of the truly best 4 minus that of the truly best 4
+          among the kept / 2 best by proxy, as a fraction of the range of the true rewards.
         * "true_rank_best", "true_rank_worst": The mean true rank of the kept / 2 best and worst by
           proxy; rank 1 is the best.
         * "perfect_rank_best", "perfect_rank_worst": What a perfect proxy has in place of the two

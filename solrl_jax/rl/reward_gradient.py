@@ -4,8 +4,8 @@ Decoder and reward networks are functions of JAX, so the gradient is one `jax.gr
 of its own between regeneration and update, so that its memory does not add to that of the update:
 a device differentiates up to four images (or tiles) at a time if together they have at most
 `MAX_PIXELS` pixels, otherwise one, or a clip in chunks of latent frames, and
-`network.IMAGES_PER_DEVICE` images of a reward network. Both are evaluated again for it, a clip in
-chunks twice.
+`network.IMAGES_PER_DEVICE` images of a reward network. The backward pass evaluates decoder and
+reward networks again, and the decoder of a clip in chunks twice.
 """
 
 import dataclasses
@@ -40,20 +40,29 @@ def add_targets(
     samples: Samples,
     prompt: Int[np.ndarray, " b"],
 ) -> Samples:
-    """Makes the targets of samples whose state at the query step was recorded.
+    """Lets the objective make its targets, the latents that it trains on beside the samples, from
+    the gradient of the reward.
 
-    Every process of a run must call it with the same arguments.
+    Every process of a run must call it with the same arguments. It decodes, scores and
+    differentiates every sample, some objectives several times.
 
     Args:
         experiment: Its objective makes the targets from the gradient of its reward. The reward must
             be scored inside JAX and compare no candidates.
         prompt_batch: The prompts that `prompt` points to, prepared for the reward.
-        samples: The samples. `states` has the clean latents that the old policy predicted at the
-            query step.
-        prompt: The index of the prompt of each sample.
+        samples: The samples, at least one. Their `states`, which must not be None, are two latents
+            per sample: the state before the query step and the clean latents that the old policy
+            predicted there. Only the second ones are read.
+        prompt: The index of the prompt of each sample in `prompt_batch`.
 
     Returns:
         The samples with `targets`: float32 latents by the names that the objective gave them.
+        The objectives of the package make them NaN or infinite for samples whose reward or gradient
+        is not finite.
+
+    Raises:
+        InputError: If the objective cannot be imported or has no function that makes targets, or if
+            the code of a reward raises or returns no scores.
     """
     config = experiment.config
     mesh = sharding.rows_only(experiment.backbone.mesh)
@@ -106,7 +115,7 @@ def reward_gradient(
     prepared: Any,
     index: Int[Array, " b"],
 ) -> tuple[Float[Array, " b"], Float[Array, "b ... c"]]:
-    """The reward of clean latents, and its gradient with respect to them.
+    """Computes the reward of clean latents, and its gradient with respect to them.
 
     It is compiled by jit, once per reward object and set of shapes.
 
@@ -143,7 +152,7 @@ def reward_gradient(
 
 
 def rows_per_call(config: Config, count: int, devices: int) -> int:
-    """How many samples one call of `reward_gradient` has on all devices.
+    """Returns how many samples one call of `reward_gradient` has on all devices together.
 
     Args:
         config: The configuration, of which `rollout.per_device_batch_size` limits the number.
@@ -151,7 +160,8 @@ def rows_per_call(config: Config, count: int, devices: int) -> int:
         devices: The number of devices.
 
     Returns:
-        A multiple of `devices`. The last call is filled up to it.
+        A multiple of `devices`: at most `rollout.per_device_batch_size` samples per device. The
+        last call is padded to this number.
     """
     return devices * min(config.rollout.per_device_batch_size, -(-count // devices))
 
@@ -160,12 +170,18 @@ def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
     """Returns the names of an objective's targets and the number of gradients that it takes, by
     calling its `targets` once with a latent of shape [1, 1, 1, 1].
 
+    A user's objective, `module:function`, is imported for this.
+
     Args:
         algorithm: The algorithm section of the configuration. Its objective must train on reward
             gradients.
 
     Returns:
         The names of the targets, and how often the gradient is taken for each sample.
+
+    Raises:
+        InputError: If the objective cannot be imported, or has no function that makes targets. What
+            that function raises passes through.
     """
     calls = 0
 

@@ -18,7 +18,8 @@ from solrl_jax.models.pipeline import Pipeline
 def make_schedule(
     rollout: Rollout, pipeline: Pipeline, size: Size, steps: int, noise_start: int | None
 ) -> Schedule:
-    """The configured sigmas, solver and guidance with any number of steps, for a model and a size.
+    """Makes the schedule (sigmas, solver and guidance) that is configured, with any number of
+    steps, for a model and a size.
 
     Args:
         rollout: The configuration of the rollout.
@@ -104,9 +105,11 @@ class Sampler:
     query_steps: range | None = None
 
     def skip_steps(self, count: int) -> "Sampler":
-        """Returns the sampler of the steps after the first ones. It starts at the latents that
-        these lead to, which the caller gives as the noise (`SeedBatch.noise`), and knows none of
-        their predictions; all other fields are kept.
+        """Returns the sampler of the steps after the first ones.
+
+        It starts at the latents after the first steps, which the caller gives as the noise
+        (`SeedBatch.noise`). Solvers that use earlier predictions start without any. `query_steps`
+        are counted from the new first step; all other fields are kept.
 
         Args:
             count: The number of steps that are left out, less than those of the first segment, and

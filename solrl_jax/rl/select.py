@@ -1,7 +1,7 @@
 """Selection of the candidates that are kept, by their rewards (docs/method.md, section 2).
 
-The choice for a prompt depends on the rewards of that prompt alone, and equal rewards are ordered
-by the index of the candidate.
+The choice for a prompt does not depend on the rewards of other prompts, and equal rewards are
+ordered by the index of the candidate.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ Rewards = Float[np.ndarray, "p n"]
 
 
 def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
-    """The rank of each candidate within its prompt; 0 is the best.
+    """Returns the rank of each candidate within its prompt; 0 is the best.
 
     Args:
         rewards: One row of n rewards per prompt, a larger reward being better. Equal rewards are
@@ -72,8 +72,8 @@ def select(
         mode: "best_worst" keeps the kept/2 best and the kept/2 worst, "best" the best, "random" a
             random choice, and "best_random" the kept/2 best (rounded down) and, up to `kept`, a
             random choice of the remaining candidates.
-        seed: Non-negative integers that seed NumPy's generator for the random choices. The other
-            modes do not read it.
+        seed: Non-negative integers that seed NumPy's generator for the random choices, which also
+            depend on the row of the prompt. The other modes do not read it.
 
     Returns:
         The indices of the kept candidates of each prompt, ascending, and whether the prompt is

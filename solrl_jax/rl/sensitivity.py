@@ -28,7 +28,7 @@ class Sensitivity:
         group: The name of the group: a module of the blocks between slashes, such as "/attn/", or
             the first part of the path of a layer outside of the blocks, such as "proj_out/".
         linears: The number of linear layers in it. Each layer of a stack counts as one.
-        share: The share of all multiplications per token that is in these layers, in [0, 1].
+        share: The fraction of all multiplications per token that is in these layers, in [0, 1].
         spearman: The rank correlation of explored and regenerated rewards with only this group
             quantized, mean over prompts. NaN if it is defined for no prompt.
     """
@@ -70,11 +70,13 @@ def measure(
     The candidates of some test prompts are regenerated, explored with nothing quantized, and
     explored once per group with the configured format. All are scored by the run's reward. Every
     linear layer is in a group, also those that the rules of `model.quantization` keep from being
-    quantized.
+    quantized. Encoding the prompts may load text encoders and write to the cache of prompts. Every
+    process of a run must call it with the same arguments.
 
     Args:
         experiment: The run, with the format, the number of steps and the options of
-            `rollout.explore`. It is not changed.
+            `rollout.explore`. The format must quantize, which is not checked: otherwise all groups
+            get the correlation without quantization. The run is not changed.
         adapters: The trainable parameters of the policy by path.
         prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
             all.
@@ -92,7 +94,9 @@ def measure(
             the cache of prompts, or another process gives no answer.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
             RunError.
-        InputError: If the prompts cannot be encoded.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX raises or
+            returns no scores.
+        FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
@@ -104,7 +108,7 @@ def measure(
     true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
 
     def correlation(paths: Sequence[str], precision: str) -> float:
-        """The mean over prompts with only `paths` quantized; NaN if all rewards are equal."""
+        """Returns the mean over prompts with only `paths` quantized; NaN if all rewards tie."""
         explorer = dataclasses.replace(experiment, quantized=tuple(paths)).explorer
         sampler = explorer.sampler(adapters, ExplorationSetting(precision, steps))
         proxy = pool_rewards(experiment, sampler, prompt_batch, seed_batch, progress)
@@ -143,9 +147,9 @@ def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[
     at least `floor`.
 
     The loss of a group is `exact` minus its own correlation, at least 0, and losses are assumed to
-    add up. Groups with the smallest loss per share of multiplications are quantized first, as long
-    as the sum of their losses is at most `exact - floor`; a group that would exceed it is skipped,
-    and the next ones are still tried.
+    add up. Groups with the smallest loss divided by `share` are quantized first, as long as the sum
+    of their losses is at most `exact - floor`; a group that would exceed it is skipped, and the
+    next ones are still tried.
 
     Args:
         exact: The Spearman correlation with nothing quantized.
@@ -182,7 +186,7 @@ def table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> s
 
     Returns:
         The lines, joined by line feeds. The line of a group has its number of linear layers, its
-        share of the multiplications and its Spearman correlation.
+        share of the multiplications in percent and its Spearman correlation.
     """
     lines = [f"{'nothing':<24}{'':>36}spearman {exact:.3f}"]
     for g in groups:

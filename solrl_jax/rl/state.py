@@ -53,7 +53,7 @@ class TrainState:
 
 
 def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
-    """AdamW (arXiv 1711.05101) on gradients whose global norm is clipped.
+    """Makes the optimizer: AdamW (arXiv 1711.05101) on gradients whose global norm is clipped.
 
     Args:
         config: The optimizer section of the configuration. Gradients are scaled down to the global
@@ -134,7 +134,7 @@ def init_state(
     start: Mapping[str, Adapter] | None = None,
 ) -> TrainState:
     """Makes the state before the first step: three policies that equal the base, or the base with
-    the adapters `start`.
+    the adapters `start`. Every process of a run must call it.
 
     Args:
         key: The key from which the factors A of the initial adapters are drawn, a typed key of JAX.
@@ -169,7 +169,7 @@ def init_state(
 def abstract_state(
     base: Params, trained_paths: TrainedPaths, lora: Lora, optimizer: Optimizer, mesh: Mesh
 ) -> Any:
-    """The shapes, dtypes and shardings of the state. Nothing is allocated.
+    """Returns the shapes, dtypes and shardings of the state. Nothing is allocated.
 
     Args:
         base: The parameters of the base, or their shapes.

@@ -133,6 +133,7 @@ def update(
     a sample and a sigma is a term of the loss. The terms are divided among the optimizer steps,
     each of which minimizes their mean. Terms of samples of weight 0 do not count, and neither do
     those of a micro-batch whose loss or gradient is not finite: the mean is over the other terms.
+    Every process of a run must call it.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -215,8 +216,8 @@ def _choose_steps(batch: PolicyBatch, schedule: Schedule, config: Config) -> Int
 
 
 def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
-    """The weight d with which the old policy is kept after an iteration: `old = d old + (1 - d)
-    trained`.
+    """Returns the weight d with which the old policy is kept after an iteration: `old = d old + (1
+    - d) trained`.
 
     Args:
         step: The number of optimizer steps taken so far, t.
@@ -313,7 +314,7 @@ def _accumulate(
 
     The gradients of adapters are summed within each group, and only the sums are communicated. Sums
     of whole arrays would take several times the memory of the network on each device, so they are
-    divided over all devices, which receive their shares of each micro-batch.
+    divided over all devices, each of which receives its part of the gradient of each micro-batch.
 
     Args:
         loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch, as sums over its
@@ -375,8 +376,8 @@ def _accumulate(
 def _join_adapter_sum(total: Sum, adapters: dict[str, Adapter]) -> dict[str, Adapter]:
     """Adds the sums that the groups of devices have made of the gradients of adapters.
 
-    Each device joins the sums of all groups for its share of the numbers, and then receives the
-    other shares.
+    Each group of devices adds up the sums of all groups for its part of the numbers, and then
+    receives the other parts.
 
     Args:
         total: The sums by path, whose arrays have one row per group of devices.
@@ -418,8 +419,8 @@ def _gather(x: Float[Array, " padded_size"], like: Array) -> Array:
 
 
 def _divide_over_groups(tree: Any) -> Any:
-    """Flattens each row of arrays and reshards them, from one row per group of devices to a share
-    of the columns of all rows per group.
+    """Flattens each row of arrays and reshards them: before, a group of devices has one row; then
+    it has some of the columns of all rows.
 
     Args:
         tree: A tree of float arrays with one row per group of devices that share samples (the axes
@@ -446,7 +447,7 @@ def _micro_batch_loss(
     valid: Float[Array, " m"],
     total: Float[Array, ""],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """The share of one micro-batch in the mean loss over all terms of an optimizer step.
+    """Computes what one micro-batch adds to the mean loss over all terms of an optimizer step.
 
     The three policies are evaluated at the same latents; the reference only at the fraction
     `algorithm.kl_fraction` of the terms. Terms of samples of weight 0 and padding contribute 0,

@@ -64,7 +64,7 @@ def begin(
     Raises:
         RunError: If the disk refuses; both halves raise it. The message names the last checkpoint.
             Also if another process failed or gives no answer.
-        TypeError: If a leaf of the state is no jax array or a random key, or JSON has no value of
+        TypeError: If a leaf of the state is no jax array or a random key, or JSON cannot represent
             `meta`.
     """
     root = root.absolute()
@@ -117,7 +117,7 @@ def describe(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str,
         meta: JSON values by name, which are saved with the state.
 
     Raises:
-        TypeError: If JSON has no value of `meta`.
+        TypeError: If JSON cannot represent `meta`.
     """
     index = {
         key: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for key, leaf in arrays.items()
@@ -186,11 +186,11 @@ def start_writing(
 
 
 def prune(root: RunPath, keep: int, best: int = 0) -> None:
-    """Removes old checkpoints. Damaged ones are never removed.
+    """Removes old checkpoints. Damaged ones are never removed. One process of a run calls it.
 
-    What counts as intact is checked quickly (only files of at most 1 MiB are read), except for the
-    newest: it is read in full, so that at least one checkpoint is known to be intact in every byte.
-    In an object store only names and sizes are compared.
+    Whether a checkpoint is intact is checked quickly (only files of at most 1 MiB are read), except
+    for the newest intact one: it is read in full, so that at least one checkpoint is known to be
+    intact in every byte. In an object store only names and sizes are compared.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing happens.

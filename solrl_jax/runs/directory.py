@@ -234,7 +234,7 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
     """Finds a checkpoint of a run by its description.
 
     It is verified quickly: names and sizes of all files, and the contents of small ones. `load_ema`
-    verifies everything.
+    verifies everything. If there are several processes, each must call it.
 
     Args:
         target: The run directory.
@@ -290,6 +290,8 @@ def load_policy(
 ) -> tuple[Trainable, int]:
     """Loads the policy of a run, or the policy that training would start from.
 
+    If there are several processes, each must call it with the same arguments.
+
     Args:
         run: The run directory, whose EMA is loaded. None: the start of training, which is
             the LoRA at `lora.path` or, without one, the base model.
@@ -322,12 +324,13 @@ def load_ema(
 ) -> tuple[Trainable, int]:
     """Loads the EMA of the trainable parameters from a checkpoint of a run.
 
-    Every byte of the checkpoint is verified.
+    Every byte of the checkpoint is verified. If there are several processes, each must call it with
+    the same arguments.
 
     Args:
         folder: The run directory. Its `config.yaml` tells the dtype that the run trained in.
-        config: Its configuration, perhaps with overrides. It tells which parameters are trained,
-            hence which arrays the checkpoint holds. Its `rollout.precision` is not used.
+        config: The configuration of the run, perhaps with overrides. It tells which parameters are
+            trained, hence which arrays the checkpoint holds. Its `rollout.precision` is not used.
         backbone: The model of that configuration, in any precision. The parameters are placed on
             its mesh.
         path: The directory of the checkpoint. None: the newest intact one of the run.

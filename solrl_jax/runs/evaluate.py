@@ -82,7 +82,7 @@ def evaluate(
         the order of the test prompts.
 
     Raises:
-        InputError: If the prompts cannot be encoded.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
@@ -138,7 +138,7 @@ def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[
 
     Scores are compared image by image, and the differences of a prompt's images are averaged. The
     confidence interval is Student's over these means of prompts. Images without two finite scores
-    are left out, and so are prompts without any other.
+    are left out, and so are prompts that have no other images.
 
     Args:
         first: The evaluation of one policy.
@@ -219,7 +219,8 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     """Generates images of the first test prompts with a policy, up to four per prompt.
 
     They have the size, the number of steps and the seeds of the evaluation, so they equal those
-    that `evaluate` scores, as far as it generates as many.
+    that `evaluate` scores, as far as it generates as many. They are scored, too. Every process of a
+    run must call it.
 
     Args:
         experiment: The experiment. `eval.num_grid_images` is the most images, at least 1: 10 gives
@@ -230,7 +231,7 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
         The grid, with one row per prompt.
 
     Raises:
-        InputError: If the prompts cannot be encoded.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
@@ -311,7 +312,8 @@ class LargestDifferences:
     def draw(self, experiment: Experiment, adapters: Trainable) -> ImageGrid:
         """Generates the images at the positions in `prompts` and `images` with one of the policies.
 
-        They start from the seeds of the evaluation, so they equal the images that were scored.
+        They start from the seeds of the evaluation, so they equal the images that were scored, and
+        they are scored again. Every process of a run must call it.
 
         Args:
             experiment: The experiment of the evaluation.
@@ -321,7 +323,7 @@ class LargestDifferences:
             The grid, with rows and columns in the order of `prompts` and `images`.
 
         Raises:
-            InputError: If the prompts cannot be encoded.
+            InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
             FileNotFoundError: If the directory of a tokenizer is missing.
             PermissionError: If a folder of the cache of prompts may not be searched.
             RunError: If a reward outside of JAX fails (RewardError) and the configuration says that
@@ -361,7 +363,7 @@ def pool_images(
     """Generates some kept candidates of a training iteration again: the best and the worst ones.
 
     A candidate is determined by its seed, so the images equal those of the iteration. They are
-    scored again, too.
+    scored again, too. Every process of a run must call it.
 
     Args:
         experiment: The experiment. `eval.num_grid_images` is the most candidates in all, at least
@@ -380,7 +382,7 @@ def pool_images(
         best candidates by rank stand for the kept ones.
 
     Raises:
-        InputError: If the prompts cannot be encoded.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
@@ -497,7 +499,7 @@ def _generate_grid(
         The grid, with one row of m images per prompt.
 
     Raises:
-        InputError: If the prompts cannot be encoded.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
@@ -532,7 +534,7 @@ def _generate(
         The p * m samples with their scores by name, prompt by prompt.
 
     Raises:
-        InputError: If the prompts cannot be encoded.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the

@@ -184,7 +184,7 @@ class Generation:
         num_steps: The number of solver steps.
         precision: The number format and how the device computes it, as a phrase for people, e.g.
             "bf16 (no linear layer is quantized; native)".
-        frames_per_second: The playback rate of clips.
+        frames_per_second: The playback rate of clips. It has no meaning for images.
     """
 
     images: Float[np.ndarray, "n ... h w 3"]
@@ -199,9 +199,10 @@ def generate_images(
 ) -> Generation:
     """Generates one image per prompt.
 
-    Loads the model on all devices, each of which generates a share of the images; the model is
-    released when the function returns. The noise of an image depends on `request.seed`, its prompt
-    and how often this prompt came before, not on the other prompts.
+    Loads the model on all devices, each of which generates a part of the images; the model is
+    released when the function returns. Missing files of a hub repository are downloaded. The noise
+    of an image depends on `request.seed`, its prompt and how often this prompt came before, not on
+    the other prompts. If there are several processes, each must call it with an equal request.
 
     Args:
         request: The checked arguments of `api.generate`.
@@ -220,6 +221,7 @@ def generate_images(
             run cannot be written.
         ValueError: If a pattern in the run's `train.parameters` or `lora.target_modules` matches no
             parameter of the model.
+        PermissionError: If a folder of the prompt cache of the run may not be searched.
     """
     model = request.model
     prompts = [Prompt(text) for text in request.prompts]
@@ -349,7 +351,7 @@ def _image_size(
     """Determines the height and width of the images in pixels, and the number of frames of clips.
 
     Args:
-        request: Its `size` is the size that the user asked for, or None.
+        request: The arguments of the user, of which `size` is used. It may be None.
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model, which has a default size and says which sizes it supports.
         latents: The initial noise that the user gave, or None. A latent pixel stands for
@@ -428,8 +430,9 @@ def build_schedule(
     that of its own scheduler.
 
     Args:
-        request: Its number of steps, guidance scales and negative prompt are used. A None among
-            them is the run's setting or, for a model directory, 10 steps and scales of 1.
+        request: The arguments of the user, of which the number of steps, the guidance scales and
+            the negative prompt are used. A None among them is the run's setting or, for a model
+            directory, 10 steps and scales of 1.
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model. It says whether guidance is embedded, and has the scheduler of a model
             directory.
@@ -518,7 +521,8 @@ def _load_backbone(
     """Loads the networks of the model, with a copy of the weights on every device.
 
     Args:
-        request: Its `instruction` and `vae_tile_size` are used; if None, those of the run, or none.
+        request: The arguments of the user, of which `instruction` and `vae_tile_size` are used. If
+            one is None, that of the run is used, or none.
         config: The configuration of the run, whose prompt cache and precision of the decoder are
             used. None: a model directory, which has no prompt cache.
         pipeline: The opened model, whose weights are loaded.

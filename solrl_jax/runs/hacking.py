@@ -62,7 +62,7 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
 
 
 def _value(row: Row, key: str) -> float:
-    """Returns the value of a row under `key`, NaN if there is none."""
+    """Returns the value of a row under `key`, or NaN if that is missing or None."""
     value = row.get(key)
     return math.nan if value is None else float(value)
 

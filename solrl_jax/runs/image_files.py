@@ -103,10 +103,10 @@ def save_grid(
     (`MAX_WEBP_SIDE`) or if its frames together have more than 2**28 pixels (`MAX_MOVING_PIXELS`).
 
     Args:
-        path: The file, and with the ending ".webp" that of a moving grid. It is replaced if it
-            exists; missing parent directories are created.
+        path: The PNG file. The moving grid of clips has the same path with the ending ".webp".
+            Existing files are replaced; missing parent directories are created.
         images: The n images [n, height, width, 3], at least one, with values in [0, 1], or as many
-            clips [n, frames, height, width, 3]. Other values are clipped.
+            clips [n, frames, height, width, 3]. Other values are clipped, and NaN becomes black.
         columns: The largest number of images in a row, at least 1.
         captions: One caption per image, shown below it in at most two lines. A longer one is cut.
         facts: For each image a dict of JSON values, which is stored in the file and which
@@ -358,12 +358,15 @@ def save_before_after(
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
-        before: The images on the left with values in [0, 1], m for each of p prompts.
-        after: The images on the right, [p, m, height, width, 3] like `before`: those of the same
-            prompts and seeds.
-        prompts: One prompt per row, shown above it in one line.
-        right_before: Whether the verifier accepts each image on the left. None: no verdicts.
-        right_after: Whether the verifier accepts each image on the right. None: no verdicts.
+        before: The images on the left, [p, m, height, width, 3], m for each of p prompts, with
+            values in [0, 1]; or clips, which have an axis of frames before the height. Other values
+            are clipped, and NaN becomes black.
+        after: The images on the right, of the same shape, for the same prompts and seeds.
+        prompts: One prompt per row, shown above it in one line, which is cut if it is too long.
+        right_before: Whether a verifier accepts each image on the left, bool [p, m]. None: no
+            verdicts.
+        right_after: Whether a verifier accepts each image on the right, bool [p, m]. None: no
+            verdicts.
         sides: The titles of the two sides. They also become the title in the file's metadata.
 
     Raises:

@@ -197,8 +197,8 @@ def _plugins(config: Config) -> list[str]:
 def _source_file(plugin: str) -> Path | None:
     """Returns the file that defines the module of a function outside the package.
 
-    The module itself is not imported, but the packages that it is in are. It must be importable: it
-    has been imported before, or its directory is on `sys.path`.
+    The module itself is not imported, but the packages that it is in are. It counts as found if it
+    has been imported before, or if its directory is on `sys.path`.
 
     Args:
         plugin: The function, as "module:function".

@@ -210,7 +210,7 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes all outputs. What the end of a run of Weights & Biases raises passes unchanged.
+        """Closes all outputs. An error of Weights & Biases at the end of its run passes unchanged.
 
         Args:
             *_: The exception of the body, if it raised one. Not read, and not suppressed.

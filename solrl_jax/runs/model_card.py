@@ -53,8 +53,8 @@ def _other(name: str, repository: str, file: str) -> License:
     """Returns a license that the hub has no identifier for.
 
     Args:
-        name: The name of the license, as the card of the base has it in `license_name`.
-        repository: The base, OWNER/NAME.
+        name: The name of the license, as the card of the base model has it in `license_name`.
+        repository: The repository of the base model, OWNER/NAME.
         file: The file of that repository with its text.
 
     Returns:
@@ -101,8 +101,9 @@ def model_card(
     """Returns the text of a model card.
 
     Args:
-        run: The run directory. Scores are from its `metrics.jsonl` and the devices from its
-            `run.json`; what a missing file has is left out.
+        run: The run directory. Scores are from its `metrics.jsonl`; without it, the card says that
+            the run was not evaluated. Devices and version are from its `run.json`; without it, they
+            are left out.
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
         export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
@@ -331,13 +332,13 @@ def _usage(config: Config, name: str, whole: bool) -> str:
             ")",
             "pipeline = DiffusionPipeline.from_pretrained(",
             f'    "{base}", transformer=transformer, torch_dtype=torch.bfloat16',
-            ").to(DEVICE)",
+            ').to("cuda")',
         ]
     else:
         imports = "from diffusers import DiffusionPipeline"
         load = [
             f'pipeline = DiffusionPipeline.from_pretrained("{base}", torch_dtype=torch.bfloat16)',
-            "pipeline.to(DEVICE)",
+            'pipeline.to("cuda")',
             f'pipeline.load_lora_weights("{name}")',
         ]
     guided = []
@@ -358,7 +359,7 @@ def _usage(config: Config, name: str, whole: bool) -> str:
         *(f"    num_frames={count}," for count in frames),
         ").frames[0]" if frames else ").images[0]",
     ]
-    return _code("\n".join(lines).replace("DEVICE", '"cuda"'), "python")
+    return _code("\n".join(lines), "python")
 
 
 def _scores(run: Path, config: Config, iteration: int) -> str:
@@ -468,7 +469,7 @@ def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
 
 
 def _run_facts(run: Path) -> Mapping[str, Any]:
-    """Reads `run.json`; an empty mapping if it is missing or damaged.
+    """Returns the content of a run's `run.json`, or {} if it is missing or damaged.
 
     Args:
         run: The run directory, in which `run.json` is read.

@@ -24,6 +24,9 @@ class TerminalProgress:
     that nothing stops half-way; the second one ends the process. Leaving the context restores the
     earlier handlers and removes the bar.
 
+    In a run of several processes, all must make the same calls of `phase` and `iteration`, because
+    they agree there whether a signal has arrived in any of them.
+
     Attributes:
         speaks: Whether this process prints, which only the first process of a run does.
     """
@@ -89,7 +92,7 @@ class TerminalProgress:
     def start(self, iterations: int, done: int) -> None:
         """Starts the bar over the iterations, and the clock for the remaining time.
 
-        Outside of a terminal no bar is shown. To be called once.
+        Outside of a terminal no bar is shown. Call it once, before `iteration`.
 
         Args:
             iterations: The number of iterations of the run.
@@ -144,8 +147,9 @@ class TerminalProgress:
 
         Args:
             done: The number of the iteration.
-            metrics: Its metrics by name, of which "kept/reward" and, in a line, "pool/reward",
-                "fidelity/spearman" and "seconds" are shown; nan stands for one that is missing.
+            metrics: The metrics of the iteration by name, of which "kept/reward" and, in a line,
+                "pool/reward", "fidelity/spearman" and "seconds" are shown; nan stands for one that
+                is missing.
 
         Raises:
             KeyboardInterrupt: After a signal in any process of the run.
@@ -181,7 +185,7 @@ class TerminalProgress:
         return between_phases and hosts.any_flags([self._stopping])[0]
 
     def line(self, text: str) -> None:
-        """Prints one line above the bar, in the first process. Elsewhere it does nothing.
+        """Prints one line above the bar, in the first process. In other processes it does nothing.
 
         Args:
             text: The line. Line feeds in it become spaces, and control characters are escaped.

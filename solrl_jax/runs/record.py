@@ -164,6 +164,7 @@ def draw_pools(
     Raises:
         RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
             fails and the configuration says that the run stops then.
+        InputError: If the code of a reward inside JAX fails.
     """
     exploration = experiment.explorer.settings[exploration_level]
     pools = pool_images(experiment, old_policy, exploration, ledger, iteration)

@@ -52,7 +52,7 @@ class Saver:
         Raises:
             RunError: If the disk refused the previous save, which is then not retried, or refuses
                 the beginning of this one. Also if another process failed or gives no answer.
-            TypeError: If a leaf of the state is no such array, or JSON has no value of `meta`.
+            TypeError: If a leaf of the state is no such array, or JSON cannot represent `meta`.
         """
         self.wait()
         if iteration == self._last:

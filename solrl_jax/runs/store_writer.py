@@ -66,7 +66,7 @@ def begin(
         RunError: If the store or the disk of the staging directory refuses; both halves raise it.
             The message names the last checkpoint if the store tells it. Also if another start has
             taken over the run directory, or if another process failed or gives no answer.
-        TypeError: If a leaf of the state is no jax array or a random key, or JSON has no value of
+        TypeError: If a leaf of the state is no jax array or a random key, or JSON cannot represent
             `meta`.
     """
     target = root / f"{iteration:06d}"

@@ -153,9 +153,11 @@ def run(
     """Trains the run that `config` describes, or resumes it from its newest usable checkpoint.
 
     Every process of a run calls this with the same arguments. The run directory is created if
-    necessary and locked for this process (`.lock`). Once all input has been accepted, `config.yaml`
-    and `run.json` are written to it, then per iteration a row of `metrics.jsonl` and a file in
-    `ledger/`, and now and then checkpoints and images (`pictures/`).
+    necessary and locked for this process (`.lock`). Functions outside the package that the
+    configuration names are imported, and missing files of models and rewards are downloaded. Once
+    all input has been accepted, `config.yaml` and `run.json` are written to the directory, then per
+    iteration a row of `metrics.jsonl` and a file in `ledger/`, and now and then checkpoints and
+    images (`pictures/`).
 
     If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
     function returns. If it fails, that iteration is saved too (except after Diverged) and the error
@@ -578,11 +580,14 @@ def exploration_history(
 def _learned_nothing(row: Row) -> bool:
     """Whether an iteration could not update the parameters for want of finite numbers.
 
+    That is so in two cases. Either no loss or no gradient of a reward was finite: some
+    micro-batches were skipped ("skipped_micro_batches" above 0) or some samples were left out
+    ("nonfinite_targets" above 0), and "grad_norm" is 0. Or no prompt had `rollout.kept` finite
+    rewards: "kept/spread" is NaN.
+
     Args:
-        row: The metrics of the iteration by name. Either no loss or no gradient of a reward was
-            finite: some micro-batches were skipped ("skipped_micro_batches" above 0) or some
-            samples were left out ("nonfinite_targets" above 0), and "grad_norm" is 0. Or no prompt
-            had `rollout.kept` finite rewards: "kept/spread" is NaN.
+        row: The metrics of the iteration by name. "nonfinite_targets" may be missing and counts as
+            0 then.
     """
     left_out = row["skipped_micro_batches"] + row.get("nonfinite_targets", 0.0)
     return (left_out > 0 and row["grad_norm"] == 0) or math.isnan(row["kept/spread"])
@@ -716,9 +721,9 @@ def _evaluate(this: _Run) -> Row:
 
     Raises:
         KeyboardInterrupt: After a signal.
-        InputError: If the prompts cannot be encoded.
-        RunError: If the disk refuses, or a reward fails and the configuration says that the run
-            stops then.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
+        RunError: If the disk refuses, or a reward outside JAX fails and the configuration says that
+            the run stops then.
     """
     config = this.config
     progress = this.progress
@@ -796,13 +801,13 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
 def _save(this: _Run) -> None:
     """Starts to save the state after iteration `this.done`, with its evaluation if there is one.
 
-    Waits for the save before; the rest happens in a thread.
+    Waits for the previous save; the rest happens in a thread.
 
     Args:
         this: The run. Its state, its number of iterations and its input hashes are saved.
 
     Raises:
-        RunError: If the disk refuses, or refused the save before.
+        RunError: If the disk refuses, or refused the previous save.
     """
     config = this.config
     meta = {

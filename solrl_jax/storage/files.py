@@ -84,7 +84,7 @@ def writing(path: RunPath, note: Callable[[], str] = str) -> Iterator[None]:
     errors pass unchanged, unless `disk_reason` recognizes one.
 
     Args:
-        path: The file or directory that the body writes, for the message.
+        path: The file or directory that the body writes, for the message alone.
         note: A function without arguments that returns text for the end of the message. It is
             called only if an error occurs. By default there is no such text.
 
@@ -132,15 +132,16 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
     writer of a path may run at a time.
 
     Args:
-        path: The file to write. An existing one is replaced, and missing parent directories are
-            created. For one in a store, the body writes a temporary file of this machine, which is
-            uploaded at its end.
+        path: The file to write. An existing one (or a link, not its target) is replaced, and
+            missing parent directories are created. For one in a store, the body writes a temporary
+            file of this machine, which is uploaded at its end.
 
     Yields:
         The path of the temporary file, `.partial-NAME`, which exists and is empty.
 
     Raises:
-        RunError: If the disk refuses an operation. Every OSError of the body counts as that.
+        RunError: If the disk refuses an operation. Every OSError of the body counts as that. Other
+            errors of the body pass unchanged.
     """
     if isinstance(path, StorePath):
         with writing(path), tempfile.TemporaryDirectory(prefix=STAGING) as folder:
@@ -262,14 +263,14 @@ def refuse_existing(
 
 
 def refuse_link(name: str, path: Path) -> None:
-    """Checks that a directory which is about to be replaced is not given as a link.
+    """Checks that the path of a directory that is about to be replaced is not a link.
 
     Args:
         name: The argument that the path comes from, for the message, e.g. "out".
         path: The directory, which need not exist.
 
     Raises:
-        InputError: If the path is a symbolic link, also if what it leads to is missing.
+        InputError: If the path is a symbolic link, even one that leads nowhere.
     """
     if path.is_symlink():
         missing = "" if path.exists() else ", to nothing"
@@ -296,10 +297,11 @@ def writable_directory(path: RunPath, name: str = "the run directory") -> RunPat
         name: What the error message calls it, e.g. the argument that it comes from.
 
     Returns:
-        `path`.
+        `path` itself.
 
     Raises:
-        InputError: If `path` is a file, or cannot be created or written.
+        InputError: If `path` is a file, or cannot be created or written. It may have been created
+            then.
     """
     probe = path / f"{PARTIAL}probe-{os.getpid()}"
     try:
@@ -362,15 +364,16 @@ def only_user(directory: RunPath) -> Iterator[None]:
     It does not wait: if the lock is taken, it fails. The lock (`flock` of the file `.lock` in the
     directory) ends with the process, even if that is killed. The file stays.
 
-    A store has no locks. There, a start takes the directory over: it writes its name to `.lock`,
-    and removes the file at the end. `check_owner` tells the process before it.
+    A store has no locks. There, this process takes the directory over: it writes its name to
+    `.lock`, and removes the file at the end if the name is still its own. A process that used the
+    directory before learns of this by `check_owner`.
 
     Args:
         directory: The directory. It must exist, except in a store.
 
     Raises:
-        InputError: If another process, or another call in this one, has the lock.
-        RunError: If the file `.lock` cannot be opened.
+        InputError: If another process, or another call in this one, has the lock. Not for a store.
+        RunError: If the file `.lock` cannot be opened or, in a store, written.
         OSError: If the file system does not support such locks.
     """
     if isinstance(directory, StorePath):
@@ -398,10 +401,10 @@ def check_owner(directory: StorePath) -> None:
     """Checks that no other process has taken over a directory in a store.
 
     Args:
-        directory: The directory, within `only_user`.
+        directory: The directory, which this process uses within `only_user`.
 
     Raises:
-        RunError: If another process has taken it over, or if the store refuses.
+        RunError: If another process has taken the directory over, or if the store refuses.
     """
     with writing(directory / ".lock"):
         owner = (directory / ".lock").read_bytes().decode(errors="replace")
@@ -483,7 +486,8 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
         temporary: The complete directory.
         target: Its final path, on the same file system. An older directory there is replaced, or a
             link (not what it leads to, which may be missing); for a moment, neither has the name.
-        replaced: A path beside `target` to which the older one is moved before it is removed.
+        replaced: A path beside `target`, not in use, to which the older directory is moved before
+            it is removed.
 
     Raises:
         OSError: If a rename or the sync fails.
@@ -501,14 +505,15 @@ def stored_damage(directory: StorePath) -> str | None:
     """Compares the names and sizes of the files of a directory in a store with its manifest.
 
     Contents are not compared, because that would download them; whoever downloads a directory
-    compares the copy. Nothing is raised.
+    compares the copy by `damage`. Nothing is raised: a store that refuses, and a missing or damaged
+    manifest, are differences too.
 
     Args:
         directory: The directory.
 
     Returns:
-        The first difference in a few words, or why there is no readable manifest. None if there is
-        no difference.
+        The first difference in a few words, or why the manifest cannot be read. None if there is no
+        difference.
     """
     try:
         manifest = parse_json(read_bytes(directory / MANIFEST))
@@ -551,8 +556,9 @@ def upload_directory(source: Path, target: StorePath, *, without: Collection[str
     """Uploads all files below a directory to a store, the manifest last if there is one.
 
     Args:
-        source: The directory.
-        target: The path below which they are written. Files of the same names are replaced.
+        source: The directory. Links to directories are not followed.
+        target: The path below which the files are written. Files of the same names are replaced,
+            and others stay.
         without: Names of files, relative to the directory, that are left out.
 
     Raises:
@@ -568,10 +574,11 @@ def download_directory(source: StorePath, target: Path) -> list[str]:
 
     Args:
         source: The path in the store.
-        target: The directory. It is created if necessary; files of the same names are replaced.
+        target: The directory. It is created if there is an object to copy; files of the same names
+            are replaced, and others stay.
 
     Returns:
-        The names of the files relative to the directory.
+        The names of the copied files relative to the directory, sorted.
 
     Raises:
         OSError: If the store or the disk refuses.
@@ -590,9 +597,9 @@ def remove_directory(path: RunPath) -> None:
     it is a link, only the link is removed.
 
     Args:
-        path: The directory, which must exist. It may have the name `.removing-NAME` already, and
-            may then be missing. In a store its manifest is removed first, so that it does not count
-            any more after a kill.
+        path: The directory, which must exist. If its name is `.removing-NAME` already, it is not
+            renamed and may be missing. In a store the manifest is removed first, so that the
+            directory no longer counts after a kill.
 
     Raises:
         RunError: If the disk refuses, or the directory does not exist.

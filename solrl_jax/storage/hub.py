@@ -57,10 +57,12 @@ def snapshot(
         repo_type: The kind of the repository, "model" or "dataset".
 
     Returns:
-        The local directory with the files, in the hub's cache.
+        The local directory of the revision, in the hub's cache. Without the hub, or if a path or
+        pattern matches nothing, some of the files may be missing in it.
 
     Raises:
-        InputError: If the files are not available.
+        InputError: If the hub refuses or cannot be reached, and the cache has no revision; if a
+            download fails; or if `patterns` fails.
     """
     from huggingface_hub import snapshot_download
 
@@ -110,7 +112,7 @@ def read_card(folder: Path, repo_type: Literal["model", "dataset"]) -> dict[str,
 
 
 def check_login(name: str) -> None:
-    """Asks the hub whether the user is logged in.
+    """Checks that the user is logged in to the hub. The right to write is not checked.
 
     Args:
         name: The repository that is to be written, OWNER/NAME, for the error message.
@@ -134,7 +136,7 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
     """Uploads all files of a directory to a model repository on the hub, which is created if it
     does not exist.
 
-    Other files in the repository stay.
+    Files of the same names are replaced, and others in the repository stay.
 
     Args:
         folder: The directory.
@@ -163,10 +165,10 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
 
 
 def cached(name: str, file: str = "model_index.json") -> Path | None:
-    """Finds a file of a repository in the local cache of the hub, without asking the hub.
+    """Finds a file of a model repository in the local cache of the hub, without asking the hub.
 
     Args:
-        name: The repository, OWNER/NAME.
+        name: The repository, OWNER/NAME. Those of data sets are not found.
         file: The file, as a path in the repository.
 
     Returns:
@@ -185,8 +187,8 @@ def cached(name: str, file: str = "model_index.json") -> Path | None:
 def offline_variable() -> str | None:
     """Returns the name of the environment variable that forbids asking the hub; None if none does.
 
-    HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE forbid it if they are "1", "on", "yes" or "true", in any
-    case. If the first is set, the second is not considered.
+    HF_HUB_OFFLINE and TRANSFORMERS_OFFLINE forbid it if they are "1", "on", "yes" or "true", in
+    upper or lower case. If the first is set to any text but "", the second is not considered.
     """
     for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if value := os.environ.get(variable):

@@ -9,8 +9,8 @@ def to_uint8(image: Float[Array | np.ndarray, "*size"]) -> UInt8[np.ndarray, "*s
     """Converts images with values from 0 to 1 to bytes from 0 to 255.
 
     Args:
-        image: Real values of any shape, on the host or a device. Values beyond 0 and 1 are clipped,
-            and NaN becomes 0.
+        image: Real values of any shape, on the host or a device. Values (also infinite ones) below
+            0 or above 1 are clipped, and NaN becomes 0.
 
     Returns:
         A uint8 array of the same shape on the host: 255 times the values, rounded to the nearest

@@ -68,7 +68,8 @@ def read_start(path: RunPath, count: int) -> bytes:
     """Reads the beginning of a regular file.
 
     Args:
-        path: The file, here or in a store. Links are followed.
+        path: The file, here or in a store. Links are followed. Its kind is not checked: a pipe
+            would block.
         count: The number of bytes, at least 1.
 
     Returns:
@@ -87,7 +88,7 @@ def read_text(path: str | RunPath, most: int = MOST_TEXT) -> str:
     r"""Reads a whole file as UTF-8 text, up to a maximum size. It does not block on a pipe.
 
     Args:
-        path: The file. Links are followed.
+        path: The file, here or in a store. Links are followed.
         most: The largest accepted size in bytes, by default 64 MiB.
 
     Returns:
@@ -123,7 +124,7 @@ def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Builds a dictionary from pairs of key and value, and refuses repeated keys.
 
     Args:
-        pairs: The pairs.
+        pairs: The pairs. Keys must be hashable.
 
     Returns:
         The dictionary, in the order of the pairs.
@@ -193,7 +194,8 @@ def strict(value: Any) -> Any:
     None, and tuples become lists.
 
     Args:
-        value: Nested dictionaries, lists, tuples and plain values. It is not changed.
+        value: Nested dictionaries, lists, tuples and plain values. It is not changed. Values of
+            other types and keys of dictionaries are taken over as they are.
 
     Returns:
         The copy.
@@ -216,7 +218,8 @@ def parse_yaml(text: str) -> Any:
         text: The text of one YAML document, possibly empty.
 
     Returns:
-        The value: dictionaries, lists, text, numbers, booleans, dates and None.
+        The value: dictionaries, lists, text, numbers (also NaN and infinity), booleans, dates and
+        None; None for an empty text.
 
     Raises:
         ValueError: If the text is longer than 65,536 characters (`MOST_YAML`), repeats a key, or

@@ -53,7 +53,8 @@ class StorePath:
     """A path in an object store: an object, or the beginning of the names of several.
 
     It has no `__fspath__`, so functions for files of this machine refuse it with a TypeError. All
-    methods that ask the store raise StoreError if it refuses or cannot be reached.
+    methods that ask the store raise StoreError if it refuses or cannot be reached, and InputError
+    if the package that reads it is not installed. Creating and joining paths asks nothing.
 
     Attributes:
         scheme: The store, a key of `PACKAGES`.
@@ -64,9 +65,15 @@ class StorePath:
     key: PurePosixPath
 
     def __str__(self) -> str:
+        """Returns the URL, e.g. "gs://bucket/runs/a"."""
         return f"{self.scheme}://{self.key}"
 
     def __truediv__(self, name: str) -> "StorePath":
+        """Returns the path with a further part.
+
+        Args:
+            name: The part, or several with "/" between them. It must not begin with "/".
+        """
         return dataclasses.replace(self, key=self.key / name)
 
     @property
@@ -125,7 +132,8 @@ class StorePath:
         return self._kind() is not None
 
     def iterdir(self) -> Iterator["StorePath"]:
-        """Yields the paths directly below this one, in the order of their names.
+        """Yields the paths directly below this one, in the order of their names: objects, and paths
+        with objects below them.
 
         Raises:
             FileNotFoundError: If there is no object below this path.
@@ -137,10 +145,11 @@ class StorePath:
             yield self / name
 
     def glob(self, pattern: str) -> Iterator["StorePath"]:
-        """Yields the paths directly below this one whose last part fits a pattern, by their names.
+        """Yields the paths directly below this one whose last part fits a pattern, in the order of
+        their names; none if there is no object below this path.
 
         Args:
-            pattern: The pattern, as of `fnmatch`, without a slash.
+            pattern: The pattern, as of `fnmatch`, without a slash. The case of letters matters.
         """
         with contextlib.suppress(FileNotFoundError):
             for path in self.iterdir():
@@ -217,7 +226,7 @@ class StorePath:
         return io.BytesIO(self.read_bytes())
 
     def write_bytes(self, data: bytes) -> None:
-        """Writes the object at once. An older one is replaced.
+        """Writes the object at once. An older one is replaced. A missing bucket is a StoreError.
 
         Args:
             data: The content.
@@ -254,6 +263,9 @@ class StorePath:
         Args:
             first: The name, relative to this path, of the object that is removed before all others.
                 There need not be one.
+
+        Raises:
+            FileNotFoundError: If there is no such bucket.
         """
         names = list(self.files())
         if first in names:
@@ -264,11 +276,16 @@ class StorePath:
                 _client(self.scheme).rm([str((self / name).key) for name in names])
 
     def copy_all(self, target: "StorePath", last: str) -> None:
-        """Copies all objects below this path within the store.
+        """Copies all objects below this path within the store. Older ones of the same names are
+        replaced.
 
         Args:
             target: The path below which the copies are made, in the same store.
             last: The name, relative to this path, of the object that is copied after all others.
+                There need not be one.
+
+        Raises:
+            FileNotFoundError: If there is no such bucket.
         """
         for name in sorted(self.files(), key=lambda name: name == last):
             with self._requests():
@@ -279,6 +296,9 @@ class StorePath:
 
         Args:
             source: The file.
+
+        Raises:
+            FileNotFoundError: If there is no such file or bucket.
         """
         with self._requests():
             _client(self.scheme).put_file(str(source), str(self.key))
@@ -287,7 +307,8 @@ class StorePath:
         """Copies the object to this machine.
 
         Args:
-            target: The file to write. Missing parent directories are created.
+            target: The file to write. An existing one is replaced, and missing parent directories
+                are created. A disk that refuses the file is a StoreError too.
 
         Raises:
             FileNotFoundError: If there is no such object.
@@ -297,7 +318,9 @@ class StorePath:
             _client(self.scheme).get_file(str(self.key), str(target))
 
     def _kind(self) -> str | None:
-        """Returns "file", "directory", or None if there is no object here or below."""
+        """Returns "file" for an object of this name, "directory" if there are objects below this
+        path, or None if there is neither.
+        """
         try:
             with self._requests():
                 return _client(self.scheme).info(str(self.key))["type"]
@@ -359,16 +382,18 @@ def run_path(path: str | Path | StorePath) -> RunPath:
 
 
 def check_run_dir(text: str) -> str:
-    """Checks that `run.dir` is a path of this machine or the URL of a directory in a known store.
+    """Checks that `run.dir` is a path of this machine or the URL of a directory in a known store. A
+    pydantic validator.
 
     Args:
-        text: The setting. "" is accepted.
+        text: The setting. "" is accepted. Paths of this machine are not looked at.
 
     Returns:
         The text. A slash at the end of a URL is removed.
 
     Raises:
-        ValueError: If the text is another URL, or one without a bucket and a directory in it.
+        ValueError: If the text is another URL, one without a bucket and a directory in it, or one
+            in which a part of the path is empty, "." or "..".
     """
     scheme, separator, rest = text.partition("://")
     if not separator or "/" in scheme:

@@ -51,8 +51,9 @@ class Course:
             that does not regenerate.
         watched: The names in `scores` of those that the configuration names in `reward.eval_only`,
             which are not trained on.
-        trained: The held-out scores that the run trains on, at each evaluation by name. That of a
-            single one is not in `scores`.
+        trained: The held-out scores that the run trains on, at each evaluation by name, NaN where
+            one is unknown. If there is a single one, it is not in `scores`, which has it as
+            "reward".
     """
 
     seed: int
@@ -73,10 +74,11 @@ class Course:
         """Returns a held-out score at each evaluation, whether it is trained on or watched.
 
         Args:
-            name: The name of the score.
+            name: The name of the score, e.g. "shapes", or "reward".
 
         Returns:
-            The scores; None if the run did not record them.
+            The scores, float [e], NaN where one is unknown; None if the name is in neither `scores`
+            nor `trained`.
         """
         return self.scores.get(name, self.trained.get(name))
 
@@ -85,7 +87,7 @@ def read_course(run: Run, prices: Prices) -> Course:
     """Reads the course of a finished run from its metrics (`metrics.jsonl`) and its ledger.
 
     The cost of an iteration is computed from the number format and the number of steps of its
-    exploration, which its ledger says.
+    exploration, which the ledger records.
 
     Args:
         run: The run, trained and evaluated to the end. Its settings are read from the `config.yaml`
@@ -165,8 +167,8 @@ def _score_names(row: Mapping[str, Any], trained: Collection[str]) -> list[str]:
     Args:
         row: The metrics of the evaluation by name. A score NAME is recorded if there is a key
             "eval/NAME/standard_error".
-        trained: The names of the scores that the run trains on. The score of a single one is left
-            out, because it equals "reward".
+        trained: The names of the scores that the run trains on. If there is a single one, it is
+            left out, because it equals "reward".
 
     Returns:
         The names, after "reward" in the order of `row`.
@@ -235,7 +237,8 @@ def compare(
         * "at_equal_cost": a dict: "cost", that of the cheapest run of all arms, and "reward", the
           estimate of the reward at that cost;
         * "fidelity": by the name of a measure of `Course.fidelity`, a dict of the estimates over
-          the "first" and the "last" quarter of the iterations;
+          the "first" and the "last" quarter of the iterations ({} for an arm that does not
+          regenerate);
 
         and of a list with one dict per pair, with the keys
 
@@ -243,9 +246,9 @@ def compare(
         * "seeds": the list of seeds that both have; without any, all figures are NaN;
         * "final": the estimate of the arm's last reward minus the other's;
         * "final_share": that, divided by the other's mean last reward;
-        * "cost_share": the mean of the arm's cost divided by the other's;
-        * "at_equal_cost": a dict: "cost", that of the cheapest run of both, and "reward", the
-          estimate of the arm's reward minus the other's at that cost;
+        * "cost_share": the mean over seeds of the arm's cost divided by the other's;
+        * "at_equal_cost": a dict: "cost", that of the cheapest run of both with these seeds, and
+          "reward", the estimate of the arm's reward minus the other's at that cost;
         * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
           the other's cost to reach that reward divided by the arm's.
     """
@@ -326,7 +329,7 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
           * "seeds": the list of common seeds;
           * "final": the estimate of the arm's last held-out reward minus the other's;
           * "final_share": that difference, divided by the other's mean last reward;
-          * "cost_share": the mean of the arm's cost divided by the other's;
+          * "cost_share": the mean over seeds of the arm's cost divided by the other's;
           * "at_equal_cost": {"cost": the cost of the cheapest of these runs, "reward": the estimate
             of the arm's reward minus the other's there};
           * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
@@ -381,8 +384,8 @@ def at_cost(course: Course, cost: float) -> float:
     Args:
         course: The run, of which the costs and rewards at its evaluations are used. The reward is
             interpolated linearly between them.
-        cost: The cost in seconds of counted work. Beyond the last known cost of the run, or for
-            NaN, the result is NaN.
+        cost: The cost in seconds of counted work. Beyond the last known cost of the run, or if
+            it is NaN, the result is NaN.
     """
     return float(np.interp(cost, course.cost, course.reward, right=np.nan))
 
@@ -390,9 +393,9 @@ def at_cost(course: Course, cost: float) -> float:
 def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     """Returns how many times faster one arm reaches a reward than another one.
 
-    The reward is the start of the second arm plus `part` of its gain over training. Costs are read
-    off the mean curves over seeds (reward over cost). The standard error is the jackknife's, which
-    leaves out one seed after another.
+    The reward to reach is the second arm's first held-out reward plus `part` of its gain over
+    training. Costs are read off the mean curves over seeds (reward over cost). The standard error
+    is the jackknife's, which leaves out one seed after another.
 
     Args:
         pairs: Pairs of a run of the first arm and the run of the second arm with the same seed. All
@@ -441,7 +444,7 @@ def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
     Args:
         cost: The costs of the points of the curve, ascending, in seconds of counted work. Straight
             lines connect the points.
-        reward: The rewards of the points.
+        reward: The rewards of the points. NaN ones do not count as reached.
         level: The reward to reach.
 
     Returns:

@@ -30,7 +30,7 @@ class Prices:
     Attributes:
         name: MODEL-DEVICE, e.g. "flux1-b200".
         network: The seconds of one evaluation of the network for one image, by the name of the
-            number format, e.g. "bf16" and "nvfp4".
+            number format, e.g. "bf16" and "nvfp4". Other formats have no price.
         scored: The seconds to decode and score one image.
         trained: The seconds of one training term: the loss of one image at one noise level, which
             takes three predictions of the network and a gradient.
@@ -64,13 +64,20 @@ class Prices:
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept
                 candidates, regeneration steps and training terms are read.
-            precision: The number format that the iteration explores in, a key of `network`.
-            steps: The number of its exploring steps per candidate.
-            continued: The number of steps that regeneration took over from exploration. None: that
-                which the configuration gives (`continued_steps`), as if no state were recorded.
+            precision: The number format that the iteration explores in, a key of
+                `quant.formats.FORMATS`.
+            steps: The number of exploring steps per candidate, above `rollout.explore.exact_steps`.
+            continued: The number of steps that regeneration took over from exploration. None: the
+                number that the configuration gives (`continued_steps`), as if no state were
+                recorded.
 
         Returns:
-            The seconds; NaN if a number format of the iteration has no price.
+            The seconds; NaN if a number format of the iteration is not in `network`.
+
+        Raises:
+            KeyError: If there is no format `precision` and `continued` is None.
+            ConfigError: If the attribute `trains_on` of an objective `module:function`, which is
+                imported, has an unknown value.
         """
         rollout = config.rollout
         prompts = config.train.num_prompts
@@ -107,8 +114,8 @@ def _skips_reference(config: Config) -> bool:
 
     Args:
         config: The configuration. The package's objectives do not read the reference if
-            `algorithm.kl_coef` is 0, except for dpo. Those of users are priced as if they read it,
-            unless they train on reward gradients.
+            `algorithm.kl_coef` is 0, except for dpo. An objective `module:function`, which is
+            imported, is priced as if it read the reference, unless it trains on reward gradients.
     """
     algorithm = config.algorithm
     if is_plugin(algorithm.objective):
@@ -128,8 +135,11 @@ def evaluations(config: Config, precision: str, steps: int, continued: int | Non
             and regeneration steps are read. Without regeneration only exploration counts.
         precision: The format that the iteration explores in, a key of `quant.formats.FORMATS`.
         steps: The number of exploring steps per candidate.
-        continued: The number of steps that regeneration took over from exploration. None: that
-            which the configuration gives (`continued_steps`), as if no state were recorded.
+        continued: The number of steps that regeneration took over from exploration. None: the
+            number that the configuration gives (`continued_steps`), as if no state were recorded.
+
+    Raises:
+        KeyError: If there is no format `precision` and `continued` is None.
     """
     rollout = config.rollout
     if continued is None:
@@ -204,13 +214,14 @@ def find_prices(name: str) -> Prices:
 
     Args:
         name: The name of prices in the package, e.g. "flux1-b200", or else a file with the JSON of
-            `solrl plan`.
+            `solrl plan PRESET --json`. A name in the package wins over a file.
 
     Returns:
         The seconds of each kind of work of one model on one device.
 
     Raises:
-        InputError: If there are no such prices, or the file is not such a plan.
+        InputError: If there are no such prices, or the file is not such a plan, e.g. one of an
+            unknown preset or with seconds that are not above 0.
     """
     if name in (packaged := carried()):
         return packaged[name]

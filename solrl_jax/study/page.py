@@ -28,9 +28,9 @@ Sweeps = Mapping[str, Sequence[tuple[Any, str]]]
 def write(
     folder: Path, study: Mapping[str, Any], courses: Mapping[str, Sequence[Course]], sweeps: Sweeps
 ) -> None:
-    """Writes the results of a study to `study.json`, `study.md` and `study.png`.
+    """Writes the results of a study to `study.json`, `study.png` and `study.md`, in this order.
 
-    Existing files are replaced.
+    Existing files are replaced. Numbers that are not finite become null in `study.json`.
 
     Args:
         folder: The directory of the study. It is created if necessary.
@@ -81,8 +81,8 @@ def markdown(study: Mapping[str, Any]) -> str:
     pairs, the runs that are missing, and the figure `study.png`.
 
     Args:
-        study: The summary of the study, as `summary.summarize` returns it. Its entries "plan",
-            "setting", "arms", "compared" and "missing" are shown.
+        study: The summary of the study, as `summary.summarize` returns it. Its entries "plan"
+            (name and sentence alone), "setting", "arms", "compared" and "missing" are shown.
     """
     lines = [f"# Study `{study['plan']['name']}`", "", study["plan"]["what"], ""]
     lines += [f"* {name}: {text}" for name, text in study["setting"].items()]
@@ -103,7 +103,7 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     Args:
         arms: For each arm, by its name, a dict of figures: "seeds", "iterations", "scores", "cost",
             "network_evaluations", "at_equal_cost" and "fidelity", as `compare.compare` returns
-            them.
+            them. Without arms, only the head and the legend are yielded.
     """
     names = [
         name
@@ -209,8 +209,8 @@ def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
         digits: The number of decimal places of both.
 
     Returns:
-        The text; the mean alone if the standard error is NaN, and "–" if the mean is NaN or `value`
-        is None.
+        The text, e.g. "0.420 ± 0.012"; the mean alone if the standard error is NaN, and "–" if the
+        mean is NaN or `value` is None.
     """
     if value is None or math.isnan(value[0]):
         return UNKNOWN
@@ -219,10 +219,10 @@ def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
 
 
 def number(value: float) -> str:
-    """Formats a number with three significant digits, e.g. "0.123" or "1.23e+04"; NaN as "–".
+    """Returns a number as text with three significant digits, e.g. "0.123" or "1.23e+04".
 
     Args:
-        value: The number.
+        value: The number. NaN gives "–".
     """
     return UNKNOWN if math.isnan(value) else f"{value:.3g}"
 
@@ -313,7 +313,7 @@ def draw(
 def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label: str) -> None:
     """Draws the mean of several curves, with a band of one standard error on both sides.
 
-    Points are marked if there are at most 10. A single curve has no band.
+    Points are marked if there are at most 10. A single curve has no band. NaN makes a gap.
 
     Args:
         panel: The matplotlib axes to draw on.

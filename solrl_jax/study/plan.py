@@ -32,8 +32,10 @@ class Quick(Section):
     """The changes that make a study quick, so that a plan can be tried.
 
     Attributes:
-        seeds: The seeds of every arm, at least one and no two equal, in place of the plan's.
-        overrides: Overrides `key=value` of every arm. They win over the plan's and the arm's.
+        seeds: The seeds of every arm, from 0 to 2**31 - 1, at least one and no two equal, in place
+            of the plan's.
+        overrides: Overrides `key=value` of every arm. They win over the overrides of the plan and
+            of the arm.
     """
 
     # The seeds of every arm.
@@ -56,8 +58,8 @@ class Plan(Section):
         seeds: The seeds that every arm is trained with, from 0 to 2**31 - 1, at least one and no
             two equal.
         compared: Pairs (arm, the arm that it is compared with).
-        sweeps: By the dotted name of a setting, the names of arms that differ in it. Each setting
-            gets a panel of the figure.
+        sweeps: By the dotted name of a setting, the names of arms that differ in it, in the order
+            in which they are drawn. Each setting gets a panel of the figure.
         quick: The seeds and overrides of the quick version of the study.
     """
 
@@ -147,8 +149,10 @@ def read_plan(name: str) -> Plan:
         The plan. Its comparisons and sweeps name only its own arms.
 
     Raises:
-        InputError: If there is no such plan, or the file cannot be read as YAML.
-        ConfigError: If the file is not a plan. The message names all problems.
+        InputError: If there is no such plan, or the file cannot be read as YAML, e.g. because it
+            has more than 64 KiB.
+        ConfigError: If the file is not a plan. The message names all problems, but only the first
+            one of those that `Plan` finds between fields.
     """
     path = _CARRIED / f"{name}.yaml" if name in plan_names() else Path(name)
     try:
@@ -179,14 +183,16 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
         out: The directory of the study. The directory of a run is `out/ARM-SEED`.
         quick: Whether it is the quick version of the study, with the seeds and the further
             overrides in `plan.quick`.
-        overrides: The user's overrides `key=value` of all runs, which win over those of the plan.
+        overrides: The user's overrides `key=value` of all runs, which win over all overrides of the
+            plan.
 
     Returns:
         The runs in this order, with resolved configurations.
 
     Raises:
         ConfigError: If the preset or an override is invalid, an override sets the seed or the run
-            directory, or `plan.sweeps` names a setting that does not exist.
+            directory, or `plan.sweeps` names a setting that does not exist. The message names all
+            problems.
     """
     final_overrides = overrides
     if quick:

@@ -36,9 +36,10 @@ def finished(run: Run) -> bool:
         run: The run.
 
     Returns:
-        False if its directory is no run directory, its `config.yaml` differs from `run.config` in
-        any setting (apart from numbers of prompts that its prompt sets do not have), or its metrics
-        have no held-out reward of the last iteration (a reward that was not finite counts).
+        True if it is; False if its directory is no run directory, its `config.yaml` differs from
+        `run.config` in any setting (apart from numbers of prompts that its prompt sets do not
+        have), or its metrics have no held-out reward of the last iteration (a reward that was not
+        finite counts).
 
     Raises:
         InputError: If the `config.yaml` in the directory, or a prompt set, cannot be read.
@@ -84,9 +85,10 @@ def train(
         runs: All runs of the study. Their directories lie in `out`.
         out: The directory of the study, which must exist. Compiled programs, which all runs share,
             are kept in `out/programs`.
-        processes: The number of runs that train at once, at least 1.
-        say: Called with lines on the progress: how many runs are finished at the start, and then
-            one for each run that ends.
+        processes: The number of runs that train at once, at least 1. They share the threads of the
+            CPU equally.
+        say: Called in this thread with lines on the progress: how many runs are finished at the
+            start (if any), and then one for each run that ends.
 
     Returns:
         For each run that failed, by its name ARM-SEED, one line that says why. The other runs are
@@ -126,6 +128,7 @@ class _Children:
     """The processes of the runs, which threads start and which can be stopped all at once."""
 
     def __init__(self) -> None:
+        """Creates the collection, without processes."""
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_stopped = False
@@ -138,7 +141,7 @@ class _Children:
         Args:
             command: The program and its arguments.
             output: The file for standard output and standard error.
-            environment: Its environment variables.
+            environment: All environment variables of the process.
 
         Returns:
             The process; None if `stop` has been called. Then none is started.
@@ -160,8 +163,8 @@ class _Children:
             return process
 
     def stop(self) -> None:
-        """Asks all processes to end. A run then saves its last complete iteration. Nothing is
-        waited for.
+        """Asks all processes to end (SIGTERM), and lets no other one start. A run then saves its
+        last complete iteration. Nothing is waited for.
         """
         with self._lock:
             self._is_stopped = True
@@ -215,7 +218,7 @@ def _gain(run: Run) -> str:
     """Describes the held-out reward of a finished run before and after training.
 
     Args:
-        run: The run, whose `metrics.jsonl` has an evaluation.
+        run: The run, whose `metrics.jsonl` must have an evaluation.
 
     Returns:
         E.g. "held-out reward 0.312 -> 0.587", with the first and the last recorded reward; "not

@@ -18,18 +18,19 @@ def summarize(
     """Summarizes the finished runs of a study.
 
     Args:
-        name: The name of the plan.
+        name: The name of the study, for "plan" below.
         plan: The plan, whose arms, compared pairs and texts are used.
         runs: All runs of the study, finished or not, at least one of each arm. Their directories
             are read.
         prices: The seconds of each kind of work.
-        failed: By their names ARM-SEED, why runs failed. Only used for runs that are not finished.
+        failed: Why runs failed, by their names ARM-SEED. Only used for runs that are not finished;
+            the reason of others without an entry is "not finished".
 
     Returns:
         A tuple: the content of `study.json`, and the courses of the finished runs by arm (an empty
         list for an arm without any). The content is a dict with the keys:
-          * "plan": a dict with "name", "what", "preset", "arms" (the overrides of each) and
-            "seeds";
+          * "plan": a dict with "name", "what", "preset", "arms" (by the name of each, the list of
+            all its overrides but those of the seed and the directory) and "seeds" (a list);
           * "setting": texts by name: "evaluation", "cost" and "trained on";
           * "prices": the fields of `prices`;
           * "arms" and "compared": the two results of `compare.compare`, estimates of each arm by
@@ -40,7 +41,8 @@ def summarize(
         Unknown numbers are NaN.
 
     Raises:
-        InputError: If the files of a run are incomplete or cannot be read.
+        InputError: If the files of a run or a prompt set cannot be read, or if those of a finished
+            run are incomplete.
         ConfigError: If the configuration of an existing run directory is invalid.
     """
     done = [run for run in runs if finished(run)]
@@ -126,7 +128,8 @@ def sweeps(plan: Plan, runs: Sequence[Run]) -> dict[str, list[tuple[Any, str]]]:
 
     Args:
         plan: The plan. Its field `sweeps` names the settings, and the arms for each of them.
-        runs: All runs of the study, whose configurations have the values.
+        runs: All runs of the study, finished or not, at least one of each arm. The values are read
+            from their configurations.
 
     Returns:
         For each setting, by its dotted name, pairs (value of the setting, name of the arm that has

@@ -113,6 +113,15 @@ def test_hpsv2_sees_the_whole_picture_with_black_around_it(size):
     assert np.abs(ours - theirs.numpy().transpose(0, 2, 3, 1)).max() < 1e-4
 
 
+def test_a_strip_of_pixels_is_padded_and_keeps_at_least_one():
+    """1 x 449 pixels: the shorter edge would be rounded to 0."""
+    preprocessing = Preprocessing(SIZE, "bicubic", eight_bit=False, fit="pad")
+    ours = pixels(preprocessing, np.ones((1, 1, 449, 3), np.float32))
+    row = (SIZE - 1) // 2
+    np.testing.assert_allclose(ours[:, row], 1, atol=1e-5)
+    np.testing.assert_allclose(np.delete(ours, row, axis=1), 0, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_the_variants_differ_by_many_levels():
     """So that each parity above would show one taken for another."""

@@ -98,6 +98,8 @@ def plugin_alone(monkeypatch, folder):
 @pytest.mark.parametrize(
     ("device", "count", "hosts", "message"),
     [
+        ("h200", 0, 1, "devices=0, hosts=1: expected at least 1 of each"),
+        ("b200", 8, -1, "devices=8, hosts=-1: expected at least 1 of each"),
         ("h200", 9, 1, "devices=9: a host has at most 8 h200; name more hosts"),
         ("gb200", 8, 1, "devices=8: a host has at most 4 gb200; name more hosts"),
         ("tpu-v6e", 3, 1, "devices=3: a host has 1 or 4 or 8 tpu-v6e; name more hosts"),

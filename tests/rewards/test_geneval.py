@@ -14,8 +14,8 @@ from pretrain import drawing
 
 from solrl_jax.data.prompts import EMBEDDED_FOLDER
 from solrl_jax.data.shapes import scenes, verifier
-from solrl_jax.rewards.detectors import Detection, detect_shapes
-from solrl_jax.rewards.geneval import geneval, relations
+from solrl_jax.rewards.detectors import Detection, Vocabulary, detect_shapes
+from solrl_jax.rewards.geneval import geneval, parse_request, relations
 from tests.cases import first_is_quick
 
 HERE = __name__
@@ -369,6 +369,13 @@ def test_metadata_that_is_not_genevals_is_refused_with_the_prompt(metadata, mess
     ) as error:
         geneval(images, ["a red circle", "a blue dog"], [GOOD, metadata])
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("field", ["class", "color"])
+def test_an_empty_name_is_refused_where_any_name_is_accepted(field):
+    request = GOOD | {"include": [FIRST | {field: ""}]}
+    with pytest.raises(ValueError, match=re.escape(f"include[0].{field}=''")):
+        parse_request("a dog", request, Vocabulary())
 
 
 @pytest.mark.parametrize(

@@ -535,6 +535,19 @@ def test_a_probe_closes_its_connection_and_reads_a_fingerprint_that_is_text(
     assert not [str(w.message) for w in caught if "transport" in str(w.message)]
 
 
+def test_a_server_that_breaks_is_asked_once_whatever_its_message_says(server):
+    asked = []
+
+    def breaks(handler, body):
+        asked.append(body)
+        reply(handler, {"error": {"message": "upstream answered status 400"}}, 500)
+
+    server.answers["breaks"] = breaks
+    with pytest.raises(Failure, match=r"^status 500"):
+        probe(open_judge("judge", {"base_url": server.url, "model": "breaks"}))
+    assert len(asked) == 1
+
+
 # In worker processes.
 
 WORKERS = (1, 30.0)

@@ -81,9 +81,11 @@ class AutoencoderDCConfig(ReleasedConfig):
         encoder_qkv_multiscales: for each stage of the encoder, the kernel sizes (odd numbers) of
             the depthwise convolutions that give its attention additional heads: one group of heads
             per kernel size. (): no additional heads.
-        decoder_qkv_multiscales: the same for each stage of the decoder.
-        upsample_block_type: how the decoder doubles the resolution: "pixel_shuffle", or
-            "interpolate" for nearest-neighbor upsampling; a convolution belongs to both.
+        decoder_qkv_multiscales: for each stage of the decoder, the kernel sizes (odd numbers) of
+            these convolutions. (): no additional heads.
+        upsample_block_type: how the decoder doubles the resolution: "pixel_shuffle" (a convolution
+            to four times the channels, which become pixels) or "interpolate" (nearest-neighbor
+            upsampling, then a convolution).
         downsample_block_type: how the encoder halves the resolution: "pixel_unshuffle" or "Conv".
         decoder_norm_types: "rms_norm", the only supported value.
         decoder_act_fns: activation of the residual blocks, "silu" or "relu".
@@ -91,7 +93,8 @@ class AutoencoderDCConfig(ReleasedConfig):
         decoder_in_shortcut: whether the latent, its channels repeated, is added to the result of
             the decoder's first convolution.
         decoder_conv_act_fn: activation before the last convolution, "silu" or "relu".
-        scaling_factor: the diffusion model's latents are the autoencoder's times this factor.
+        scaling_factor: the diffusion model's latents are those of the autoencoder times this
+            factor.
     """
 
     network = "AutoencoderDC"
@@ -223,7 +226,7 @@ class ResBlock(nnx.Module):
 
     Args:
         channels: input and output channels.
-        activation: a key of `ACTIVATIONS`, "silu" or "relu".
+        activation: name of the activation function, "silu" or "relu".
         rngs: random number generators for the initial weights.
     """
 
@@ -285,8 +288,8 @@ class MultiscaleProjection(nnx.Module):
 
 
 def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
-    """Linear attention: the weight of a key for a query is `relu(q) . relu(k)`, divided by the sum
-    over all keys.
+    """Computes linear attention: the weight of a key for a query is `relu(q) . relu(k)`, divided by
+    the sum over all keys.
 
     Every pixel attends to all pixels of its image. The time is linear in the number of pixels.
     1e-15 (`ATTENTION_EPS`) is added to each sum of weights, so a query whose weights are all zero

@@ -148,8 +148,8 @@ class AutoencoderKLConfig(KLConfig):
         scaling_factor: factor of the diffusion model's latents, which are `(latent - shift_factor)
             * scaling_factor` for a `latent` of the autoencoder.
         shift_factor: the shift in this formula; None: zero.
-        latents_mean: None, the only supported value.
-        latents_std: None, the only supported value.
+        latents_mean: mean of each channel of the latents; only None is supported.
+        latents_std: standard deviation of each channel of the latents; only None is supported.
     """
 
     network = "AutoencoderKL"
@@ -323,7 +323,7 @@ class UNetMidBlock2D(nnx.Module):
 
 
 class ResnetBlock2D(nnx.Module):
-    """Twice group normalization, SiLU and 3x3 convolution, added to the input.
+    """A residual block: group normalization, SiLU and 3x3 convolution, twice, added to the input.
 
     If the number of channels changes, a 1x1 convolution maps the input before it is added.
 

@@ -23,8 +23,8 @@ def decode_tiled(
     A latent that fits into one tile is decoded whole. A gradient decodes each tile once more.
 
     Args:
-        decode: maps latents of the size of a tile, the whole batch at once, to images that are
-            `compression` times as high and wide.
+        decode: a function that maps latents of the size of a tile, the whole batch at once, to
+            images (or clips) that are `compression` times as high and wide.
         latent: the whole latents [b, h, w, c], or [b, t, h, w, c] of clips, whose frames are not
             divided.
         tile: side of a tile in latent pixels, at least 1. An axis of the latent with at most so

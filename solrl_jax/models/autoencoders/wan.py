@@ -59,10 +59,13 @@ LATENTS_STD = (
 @dataclasses.dataclass(frozen=True)
 class VideoAutoencoderConfig(ReleasedConfig):
     """The fields that the configurations of Wan's and of Qwen-Image's autoencoder have in common.
-    The defaults are those of diffusers.
+
+    The defaults are those of diffusers. The constructor raises ValueError for a value that is not
+    supported.
 
     Attributes:
-        base_dim: number of channels at the finest resolution.
+        base_dim: number of channels at the finest resolution of the encoder, and of the decoder
+            unless a subclass has a field for it.
         z_dim: number of channels of a latent.
         dim_mult: for each resolution, finest first, its number of channels as a multiple of
             `decoder_dim`. The numbers of channels of all but the finest one must be even.
@@ -73,10 +76,10 @@ class VideoAutoencoderConfig(ReleasedConfig):
             finest first, whether the encoder halves the number of frames after it. One entry less
             than `dim_mult`.
         dropout: ignored, because it has an effect in training only.
-        latents_mean: mean of each of the `z_dim` channels of the autoencoder's latents. Those of
-            the diffusion model have mean 0.
+        latents_mean: mean of each of the `z_dim` channels of the autoencoder's latents. The
+            diffusion model's latents have mean 0.
         latents_std: standard deviation of each of the `z_dim` channels of the autoencoder's
-            latents, positive. That of the diffusion model's latents is 1.
+            latents, positive. The diffusion model's latents have standard deviation 1.
     """
 
     base_dim: int = 96
@@ -125,12 +128,16 @@ class VideoAutoencoderConfig(ReleasedConfig):
 
     @property
     def residual(self) -> bool:
-        """Whether stages that upsample have a shortcut. Only Wan 2.2 5B has them."""
+        """Whether decoder stages that upsample add their input, with repeated pixels, to their
+        result. Only Wan 2.2 5B has this shortcut.
+        """
         return False
 
     @property
     def patch(self) -> int:
-        """Side of the squares of pixels that are channels of the decoder network's result."""
+        """Side, in image pixels, of the square whose colors the decoder network returns as the
+        channels of one pixel. Here 1: it returns image pixels.
+        """
         return 1
 
     @property
@@ -163,22 +170,23 @@ class VideoAutoencoderConfig(ReleasedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLWanConfig(VideoAutoencoderConfig):
-    """The fields of a released `vae/config.json` of Wan 2.1 or of Wan 2.2 5B.
+    """The configuration of Wan's autoencoder: the fields of a released `vae/config.json` of Wan 2.1
+    or of Wan 2.2 5B.
 
-    The defaults are those of diffusers.
-
-    The attributes below are those that `VideoAutoencoderConfig` does not have.
+    The defaults are those of diffusers. The attributes below are in addition to those of
+    `VideoAutoencoderConfig`. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         decoder_base_dim: number of channels at the decoder's finest resolution; None: `base_dim`.
-        is_residual: whether resampling has a shortcut and keeps the number of channels (Wan 2.2
-            5B).
+        is_residual: whether decoder stages that upsample add their input, with repeated pixels, to
+            their result, and upsampling keeps the number of channels (Wan 2.2 5B). Otherwise
+            upsampling halves it.
         in_channels: number of channels of the encoder's input. Ignored, because only the decoder is
             built.
         out_channels: number of channels that the decoder network returns: 3 colors of each pixel
             in a square of `patch_size`.
-        patch_size: side of the squares of pixels that are channels of the decoder network's result
-            (Wan 2.2 5B: 2). None: 1.
+        patch_size: side, in image pixels, of the square whose colors the decoder network returns as
+            the channels of one pixel (Wan 2.2 5B: 2). None: 1.
         scale_factor_temporal: must equal `temporal_compression`; None is read as 4.
         scale_factor_spatial: must equal `spatial_compression`; None is read as 8.
     """
@@ -202,9 +210,9 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
             ValueError: If a common field has an unsupported value (`VideoAutoencoderConfig.check`);
                 if a scale factor is not the compression that follows from `dim_mult`,
                 `patch_size` or `temperal_downsample`; if `out_channels` is not 3 times the square
-                of `patch_size`; or if `is_residual` is set and the channels of a resolution, which
-                its shortcut repeats, do not divide those of the pixels that they become. The
-                message names the field.
+                of `patch_size`; or if `is_residual` is set and an entry of `dim_mult`, from the
+                third on, does not divide 4 times the entry before it (8 times, where
+                `temperal_downsample` is true). The message names the field.
         """
         super().check()
         colors = 3 * self.patch**2
@@ -241,17 +249,23 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
 
     @property
     def decoder_dim(self) -> int:
-        """Number of channels at the decoder's finest resolution."""
+        """Number of channels at the decoder's finest resolution: `decoder_base_dim`, or `base_dim`
+        if that is None.
+        """
         return self.base_dim if self.decoder_base_dim is None else self.decoder_base_dim
 
     @property
     def residual(self) -> bool:
-        """Whether resampling has a shortcut, as in Wan 2.2 5B."""
+        """Whether decoder stages that upsample add their input, with repeated pixels, to their
+        result: `is_residual`.
+        """
         return self.is_residual
 
     @property
     def patch(self) -> int:
-        """Side of the squares of pixels that are channels of the decoder network's result."""
+        """Side, in image pixels, of the square whose colors the decoder network returns as the
+        channels of one pixel: `patch_size`, or 1 if that is None.
+        """
         return self.patch_size or 1
 
 
@@ -279,8 +293,8 @@ class AutoencoderKLWan(nnx.Module):
     """Decodes latents to clips in [-1, 1]. Only the decoder of the autoencoder is built.
 
     Args:
-        config: configuration of the autoencoder. Its means and standard deviations are not applied
-            here (`VideoAutoencoderConfig.unscale`).
+        config: configuration of the autoencoder (`AutoencoderKLWanConfig`, for example). Its means
+            and standard deviations are not applied here (`VideoAutoencoderConfig.unscale`).
         temporal: True: the network has the temporal upsampling of the configuration. False: it has
             none, and is for clips of one frame only.
         rngs: random number generators for the initial weights.
@@ -314,8 +328,8 @@ class AutoencoderKLWan(nnx.Module):
 
         Args:
             latent: latents on the scale of the autoencoder, the result of `config.unscale`.
-            chunk: the most latent frames in a chunk, at least 1. There are as few chunks as this
-                allows where all of them have the same number of frames.
+            chunk: the most latent frames in a chunk, at least 1. The frames after the first are
+                divided into as few chunks of equal length as this allows.
 
         Returns:
             The clips, in the dtype of `latent`, as `decode` returns them.
@@ -341,10 +355,11 @@ class AutoencoderKLWan(nnx.Module):
 
 
 def unpatch(x: Float[Array, "b t h w c"], patch: int) -> Float[Array, "b t H W colors"]:
-    """Turns channels into pixels: each pixel becomes a square of them.
+    """Turns channels into pixels: each pixel becomes a square of `patch` by `patch` pixels.
 
     Args:
-        x: clips. Their channels are ordered (color, column, row), the last two within the square.
+        x: clips. Their channels are ordered (color, column, row), where column and row are those
+            within the square.
         patch: side of a square in pixels.
 
     Returns:
@@ -364,13 +379,14 @@ class History:
     frames in the order in which they are applied.
 
     Args:
-        before: `after` of the chunk before. None: the chunk is the first latent frame of the clip.
+        before: the attribute `after` of the object for the chunk before. None: the chunk is the
+            first latent frame of the clip.
 
     Attributes:
         begins: whether the chunk is the first latent frame of the clip.
-        after: the last input frames of each convolution so far, [b, 2, h, w, c], for the next
-            chunk. They begin with frames of `before` (of the first chunk: zeros) where the chunk
-            has fewer.
+        after: for the next chunk: the last two input frames [b, 2, h, w, c] of each convolution
+            over time that was applied so far, in the order of application. Where the chunk has
+            fewer frames, frames of `before` (for the first chunk: zeros) precede them.
     """
 
     def __init__(self, before: Iterable[Array] | None):
@@ -381,11 +397,11 @@ class History:
     def extend(self, x: Float[Array, "b t h w c"], count: int) -> Float[Array, "b T h w c"]:
         """Returns the input of the next convolution with the frames before it.
 
-        Also stores the last `count` frames of the result for the next chunk.
+        Also stores the last `count` frames of the result in `after`, for the next chunk.
 
         Args:
             x: the input frames of the chunk.
-            count: number of frames before a frame that the convolution reads.
+            count: number of earlier frames that the convolution reads for each frame.
 
         Returns:
             `t + count` frames. Those before the beginning of a clip are zeros.
@@ -397,11 +413,11 @@ class History:
         return extended
 
     def skip(self, x: Float[Array, "b t h w c"], count: int) -> None:
-        """Stores zeros for a convolution that does not read the first chunk.
+        """Stores zeros in `after` for a convolution that is not applied to the first chunk.
 
         Args:
-            x: an array of the shape and dtype of the convolution's input.
-            count: number of frames before a frame that the convolution reads.
+            x: an array of the shape and dtype that the convolution's input would have.
+            count: number of earlier frames that the convolution reads for each frame.
         """
         batch, _, *rest = x.shape
         self.after.append(jnp.zeros((batch, count, *rest), x.dtype))
@@ -447,14 +463,15 @@ class Decoder(nnx.Module):
 
         Args:
             latent: latents on the scale of the autoencoder, after `post_quant_conv`.
-            history: the frames before these, if they are a chunk of a clip: a new object for each
-                chunk, which the call fills with the frames for the next one. None: they are a whole
-                clip.
+            history: for a chunk of a clip: the frames before it. A new object for each chunk, which
+                the call changes: it stores the frames for the next chunk in `history.after`. None:
+                the latents are whole clips.
 
         Returns:
-            The clips, in the dtype of `latent`, whose channels are the colors of the pixels in a
-            square (`unpatch`). Every stage but the last doubles height and width, and every
-            temporal upsampling doubles the number of frames after the first of the clip.
+            The clips, in the dtype of `latent`. Their channels are the colors of the pixels in a
+            square of `config.patch` by `config.patch` pixels (`unpatch`). Every stage but the last
+            doubles height and width, and every temporal upsampling doubles the number of frames
+            after the first of the clip.
         """
         x = self.mid_block(self.conv_in(latent, history), history)
         for block in self.up_blocks:
@@ -492,7 +509,14 @@ class Stage(nnx.Module):
     def _add_upsampling(
         self, n_out: int, *, upsample: bool, temporal: bool, rngs: nnx.Rngs
     ) -> None:
-        """Sets the parameters of the upsampling, under the names that diffusers has for them."""
+        """Sets the attribute `upsamplers`: a list with the upsampling layer, or an empty one.
+
+        Args:
+            n_out: number of channels at the input of the upsampling, which halves it.
+            upsample: whether there is upsampling.
+            temporal: whether it also doubles the number of frames after the first.
+            rngs: random number generators for the initial weights.
+        """
         upsamplers = [Upsample(n_out, n_out // 2, temporal=temporal, rngs=rngs)] if upsample else []
         self.upsamplers = nnx.List(upsamplers)
 
@@ -503,7 +527,8 @@ class Stage(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: the frames before these, if they are a chunk of a clip.
+            history: for a chunk of a clip: the frames before it, to which the call adds those for
+                the next chunk. None: `x` is whole clips.
 
         Returns:
             Clips in the dtype of `x`. Without upsampling they have the size of `x` and `n_out`
@@ -517,13 +542,30 @@ class Stage(nnx.Module):
 
 
 class ResidualStage(Stage):
-    """A stage of Wan 2.2 5B: the input of a stage that upsamples, with repeated pixels, is added to
-    its result, and upsampling keeps the number of channels. The arguments are those of `Stage`.
+    """A stage of Wan 2.2 5B, which is a `Stage` with two differences: if it upsamples, its input,
+    with repeated pixels, is added to its result, and upsampling keeps the number of channels.
+
+    Args:
+        n_in: number of input channels.
+        n_out: number of output channels.
+        blocks: number of residual blocks.
+        upsample: whether the stage ends by doubling height and width.
+        temporal: whether the upsampling also doubles the number of frames after the first. Ignored
+            if `upsample` is False.
+        rngs: random number generators for the initial weights.
     """
 
     def _add_upsampling(
         self, n_out: int, *, upsample: bool, temporal: bool, rngs: nnx.Rngs
     ) -> None:
+        """Sets the attributes `upsampler` (the upsampling layer, or None), `temporal` and `n_out`.
+
+        Args:
+            n_out: number of channels at the input of the upsampling, which keeps it.
+            upsample: whether there is upsampling.
+            temporal: whether it also doubles the number of frames after the first.
+            rngs: random number generators for the initial weights.
+        """
         self.upsampler = Upsample(n_out, n_out, temporal=temporal, rngs=rngs) if upsample else None
         self.temporal = temporal
         self.n_out = n_out
@@ -535,7 +577,8 @@ class ResidualStage(Stage):
 
         Args:
             x: clips with `n_in` channels.
-            history: the frames before these, if they are a chunk of a clip.
+            history: for a chunk of a clip: the frames before it, to which the call adds those for
+                the next chunk. None: `x` is whole clips.
 
         Returns:
             Clips in the dtype of `x` with `n_out` channels. Without upsampling they have the size
@@ -558,11 +601,11 @@ def repeat_pixels(
     """Upsamples clips without parameters: each pixel becomes a square of two by two pixels in each
     of `frames` frames.
 
-    Each channel of a pixel is repeated so often that its channels suffice for all pixels that it
-    becomes. They are ordered (channel, frame, row, column).
+    Each channel of a pixel is repeated `4 * frames * n_out / n_in` times. The result is read in the
+    order (channel, frame, row, column).
 
     Args:
-        x: clips. Their number of channels divides `4 * frames * n_out`.
+        x: clips. Their number of channels n_in divides `4 * frames * n_out`.
         n_out: number of output channels.
         frames: number of frames that a frame becomes.
 
@@ -595,7 +638,8 @@ class MidBlock(nnx.Module):
 
         Args:
             x: clips with `channels` channels.
-            history: the frames before these, if they are a chunk of a clip.
+            history: for a chunk of a clip: the frames before it, to which the call adds those for
+                the next chunk. None: `x` is whole clips.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -632,7 +676,8 @@ class ResidualBlock(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: the frames before these, if they are a chunk of a clip.
+            history: for a chunk of a clip: the frames before it, to which the call adds those for
+                the next chunk. None: `x` is whole clips.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
@@ -697,7 +742,8 @@ class Upsample(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: the frames before these, if they are a chunk of a clip.
+            history: for a chunk of a clip: the frames before it, to which the call adds those for
+                the next chunk. None: `x` is whole clips.
 
         Returns:
             Clips with `n_out` channels, in the dtype of `x`. T is t if the layer is not temporal.
@@ -719,9 +765,10 @@ class Upsample(nnx.Module):
         """Turns each frame into two by the convolution over time.
 
         Args:
-            x: the frames of the clips from the second on. The first one is not read, not even by
-                the convolution, which pads the second with zeros.
-            history: the frames before these, if they are a chunk of a clip.
+            x: frames of clips, without the first one of a clip. The convolution does not read that
+                frame either: it sees zeros before the second one.
+            history: for a chunk of a clip: the frames before it, to which the call adds those for
+                the next chunk. None: `x` is whole clips.
 
         Returns:
             Twice as many frames, in the dtype of `x`.
@@ -760,8 +807,9 @@ class CausalConv(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: the frames before these, if they are a chunk of a clip. None: they are a whole
-                clip, with zeros before.
+            history: for a chunk of a clip: the frames before it, to which the call adds those for
+                the next chunk (none if the kernel has one slice in time). None: `x` is whole clips,
+                with zeros before them.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
@@ -801,7 +849,7 @@ def _convolve_joined_frames(
     before: int,
     padding: list[tuple[int, int]],
 ) -> Float[Array, "b T h w n_out"]:
-    """Computes a causal convolution over time, rows and columns as a two-dimensional one.
+    """Computes a convolution over time, rows and columns as a two-dimensional one.
 
     The input channels of the two-dimensional convolution are those of a frame and of the frames
     before it. This takes memory for `time` copies of the input. On CPUs it is faster than a
@@ -810,8 +858,8 @@ def _convolve_joined_frames(
     Args:
         x: Feature maps of clips, of two or more frames.
         kernel: The kernel, whose last slice in time meets the frame itself.
-        before: Zero frames in front.
-        padding: Zeros before and after the rows and the columns, one pair each.
+        before: The number of zero frames that are put before those of `x`.
+        padding: The numbers of zeros (before, after): one pair for the rows, one for the columns.
 
     Returns:
         Feature maps with `n_out` channels, in the dtype of `x`, without the bias: T is `t + before
@@ -840,8 +888,8 @@ class PixelNorm(nnx.Module):
 
     Args:
         channels: number of channels.
-        axes: number of axes of the weight in the released files, where its shape is [channels, 1,
-            1, ...].
+        axes: number of axes that the weight has here and in the released files: its shape is
+            [channels, 1, 1, ...].
     """
 
     def __init__(self, channels: int, *, axes: int):

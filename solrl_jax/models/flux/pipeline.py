@@ -161,7 +161,11 @@ class FluxPipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: while tracing, if height or width is odd.
+            ValueError: while tracing, if height or width is odd, or the size of the mesh axis
+                `sequence` does not divide the number of image tokens, or that of text and image
+                tokens together.
+            KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
+                "blocks".
         """
         scale = jnp.broadcast_to(guidance, timestep.shape) if self.config.guidance_embeds else None
         network = self.transformer(params)

@@ -45,12 +45,12 @@ class FluxConfig(TransformerConfig):
             pixels to one token whatever this is.)
         in_channels: number of input features of an image token: four times the channels of a
             latent.
-        out_channels: number of output features of an image token, a multiple of 4; None: as many as
-            `in_channels`.
+        out_channels: number of output features of an image token, four times the channels of the
+            output; None: as many as `in_channels`.
         num_layers: number of blocks with two streams, which have separate weights for text and
             image.
         num_single_layers: number of blocks with one stream, which treat text and image alike.
-        attention_head_dim: features of one attention head.
+        attention_head_dim: number of features of one attention head.
         num_attention_heads: number of attention heads.
         joint_attention_dim: number of features of a text token (T5).
         pooled_projection_dim: number of features of the pooled text embedding (CLIP).
@@ -162,7 +162,10 @@ class FluxTransformer2DModel(nnx.Module):
             token.
 
         Raises:
-            ValueError: height or width is odd, or `guidance` is missing or unexpected.
+            ValueError: height or width is odd; `guidance` is missing or unexpected; or the size of
+                the mesh axis `sequence` does not divide the number of image tokens, or that of text
+                and image tokens together.
+            KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         _, height, width, _ = latent.shape
         dtype = latent.dtype

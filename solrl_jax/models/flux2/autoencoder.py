@@ -48,8 +48,8 @@ class AutoencoderKLFlux2Config(KLConfig):
             no effect here.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
         mid_block_add_attention: whether the coarsest resolution has attention.
-        batch_norm_eps: added to the variance by which the diffusion model's channels are
-            normalized.
+        batch_norm_eps: added to the variance by which each channel of the diffusion model's latents
+            is normalized.
         batch_norm_momentum: has no effect; it served the training of the autoencoder.
         patch_size: (2, 2), the only supported value: rows and columns of the autoencoder's latent
             that become one pixel of the diffusion model's latent.
@@ -117,7 +117,7 @@ class AutoencoderKLFlux2(AutoencoderKL):
     """FLUX.2's autoencoder, of which only the decoder is built.
 
     Unlike other autoencoders, it decodes the diffusion model's latents directly: it undoes their
-    normalization and unstacks 2 x 2 pixels from the channels of each.
+    normalization, and turns the channels of each latent pixel into 2 x 2 pixels.
 
     Args:
         config: configuration of the autoencoder (`AutoencoderKLFlux2Config`).
@@ -143,8 +143,8 @@ class AutoencoderKLFlux2(AutoencoderKL):
 
 
 class BatchStatistics(nnx.Module):
-    """Fixed mean and variance of every channel, read from the released files. Before that, they are
-    0 and 1.
+    """The fixed mean and variance of every channel. They are 0 and 1 until they are read from the
+    released files.
 
     Args:
         channels: number of channels.

@@ -81,10 +81,11 @@ class Flux2KleinPipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
-            ValueError: a configuration is unsupported; the tokenizer cannot be loaded, has no chat
-                template (InputError) or has tokens that the text encoder lacks; a width or number
-                of channels of one component is not what another one takes or returns; or
-                `is_distilled` is neither true nor false.
+            ValueError: a configuration is unsupported; the text encoder does not have more than 27
+                layers; the tokenizer cannot be loaded, has no chat template (InputError) or has
+                tokens that the text encoder lacks; a width or number of channels of one component
+                is not what another one takes or returns; or `is_distilled` is neither true nor
+                false.
         """
         super().__init__(folder, gradient_checkpointing)
         config = Flux2Config.read(folder / "transformer")
@@ -161,6 +162,12 @@ class Flux2KleinPipeline(Pipeline):
 
         Returns:
             The velocity, of the shape of `latent`.
+
+        Raises:
+            ValueError: while tracing, if the size of the mesh axis `sequence` does not divide the
+                number of image tokens, or that of text and image tokens together.
+            KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
+                "blocks".
         """
         network = self.transformer(params)
         return network(latent, conditioning["text"], timestep, fp8_attention=fp8_attention)
@@ -172,8 +179,9 @@ class Flux2KleinPipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens per prompt, the chat template's included, up to 4096.
-                Longer chats are cut and shorter ones padded, on the right in the released models.
+            max_tokens: number of tokens per prompt, those of the chat template included, up to
+                4096. Longer chats are cut and shorter ones padded, on the right in the released
+                models.
             instruction: ignored: FLUX.2 takes no instruction.
 
         Returns:

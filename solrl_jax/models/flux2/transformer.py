@@ -41,9 +41,9 @@ class Flux2Config(TransformerConfig):
     """The configuration of FLUX.2's transformer: the fields of a published
     `transformer/config.json`.
 
-    The defaults are those of diffusers. That of `guidance_embeds` is not supported, so a file has
-    to set it to false. A token has `attention_head_dim * num_attention_heads` features. The
-    constructor raises ValueError for a value that is not supported.
+    The defaults are those of diffusers. The default of `guidance_embeds` is not supported, so a
+    file has to set it to false. A token has `attention_head_dim * num_attention_heads` features.
+    The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         patch_size: 1, the only supported value.
@@ -52,7 +52,7 @@ class Flux2Config(TransformerConfig):
         num_layers: number of blocks with two streams, which have separate weights for text and
             image.
         num_single_layers: number of blocks with one stream, which treat text and image alike.
-        attention_head_dim: features of one attention head.
+        attention_head_dim: number of features of one attention head.
         num_attention_heads: number of attention heads.
         joint_attention_dim: number of features of a text token, as the text encoder returns it.
         timestep_guidance_channels: 256, the only supported value: number of features of the
@@ -179,6 +179,11 @@ class Flux2Transformer2DModel(nnx.Module):
 
         Returns:
             The velocity, in the dtype of `latent`: out is `config.features_out`.
+
+        Raises:
+            ValueError: the size of the mesh axis `sequence` does not divide the number of image
+                tokens, or that of text and image tokens together.
+            KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, channels = latent.shape
         dtype = latent.dtype

@@ -45,10 +45,11 @@ def attention(
         k: Keys: batch, key positions, key heads, features. There may be fewer key heads than query
             heads: query head `i` reads key head `i // (n / kv)`.
         v: Values, of the shape of `k`.
-        mask: Which keys queries attend to. Either a Boolean matrix that broadcasts to [b, n, t, s],
-            True where a query may attend to a key; or int [b], the number of leading keys that are
-            valid, at least 1. None: all keys. A query with no key in the matrix gets a mean of the
-            values, so that the outputs of padding are finite.
+        mask: Which keys queries attend to. Either a Boolean matrix with four axes that broadcasts
+            to [b, n, t, s], True where a query may attend to a key; or int [b], the number of
+            leading keys that are valid, at least 1. None: all keys. A query with no key in the
+            matrix gets a mean of the values, so that the outputs of padding are finite. Under
+            sequence parallelism, a matrix is the same for all heads and queries [b or 1, 1, 1, s].
         scale: The factor of the logits. None: `h ** -0.5`.
         softcap: A number c that replaces the logits by `c tanh(logits / c)`, before the mask is
             applied. It needs memory for all scores. None: no cap.
@@ -60,7 +61,9 @@ def attention(
         Differentiable in q, k, v and bias.
 
     Raises:
-        AssertionError: Both `softcap` and `bias` are given.
+        AssertionError: Both `softcap` and `bias` are given; or, under sequence parallelism (inside
+            `shard_tokens`) without a `softcap`, a bias is given or there are fewer key heads than
+            query heads.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None:
@@ -86,20 +89,25 @@ def attention_forward(
         k: Keys [b, s, kv, h]: batch, key positions, key heads, features. There may be fewer key
             heads than query heads: query head `i` reads key head `i // (n / kv)`.
         v: Values, of the shape of `k`.
-        mask: Which keys queries attend to. Either a Boolean matrix that broadcasts to [b, n, t, s],
-            True where a query may attend to a key; or int [b], the number of leading keys that are
-            valid, at least 1. None: all keys. A query with no key in the matrix gets a mean of the
-            values.
+        mask: Which keys queries attend to. Either a Boolean matrix with four axes that broadcasts
+            to [b, n, t, s], True where a query may attend to a key; or int [b], the number of
+            leading keys that are valid, at least 1. None: all keys. A query with no key in the
+            matrix gets a mean of the values. Under sequence parallelism, a matrix is the same for
+            all heads and queries [b or 1, 1, 1, s].
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`. They have a gradient in q, k and v.
+
+    Raises:
+        AssertionError: Under sequence parallelism (inside `shard_tokens`), there are fewer key
+            heads than query heads.
     """
     return _forward_only(q, k, v, mask)
 
 
 @jax.custom_vjp
 def _forward_only(q: Array, k: Array, v: Array, mask: Mask | None) -> Array:
-    """`attention_forward`, whose gradient evaluates `attention`.
+    """Computes `attention_forward`. Its gradient evaluates `attention` (`_backward_pass`).
 
     Args:
         q: Queries [b, t, n, h].
@@ -114,7 +122,7 @@ def _forward_only(q: Array, k: Array, v: Array, mask: Mask | None) -> Array:
 
 
 def _forward_pass(q, k, v, mask):
-    """The forward pass of `_forward_only`.
+    """Computes `_forward_only`, and keeps its operands: its forward rule for `jax.custom_vjp`.
 
     Args:
         q: Queries [b, t, n, h].
@@ -123,20 +131,21 @@ def _forward_pass(q, k, v, mask):
         mask: The keys that queries attend to.
 
     Returns:
-        The attended values, and the operands for the backward pass.
+        The attended values [b, t, n, h], and the tuple (q, k, v, mask) for `_backward_pass`.
     """
     return _forward_only(q, k, v, mask), (q, k, v, mask)
 
 
 def _backward_pass(operands, cotangent):
-    """The backward pass of `_forward_only`.
+    """Computes the gradient of `_forward_only` by evaluating `attention`: its backward rule for
+    `jax.custom_vjp`.
 
     Args:
-        operands: The queries, keys, values and the mask.
-        cotangent: The gradient by the attended values [b, t, n, h].
+        operands: The tuple (queries, keys, values, mask).
+        cotangent: The gradient with respect to the attended values [b, t, n, h].
 
     Returns:
-        The gradients by the queries, keys and values, and None for the mask.
+        The gradients with respect to queries, keys and values, and None for the mask.
     """
     *arrays, mask = operands
     _, gradient = jax.vjp(lambda q, k, v: attention(q, k, v, mask), *arrays)
@@ -207,7 +216,7 @@ def _run_kernel(
     bias: Array | None,
     row_values: Float[Array, " b"] | None,
 ) -> Float[Array, "b t n h"]:
-    """Runs the kernel for the platform and shapes, on the heads as they are sharded.
+    """Runs the attention kernel for the platform and shapes, on the heads as they are sharded.
 
     Args:
         q: queries, [b, t, n, h].
@@ -252,7 +261,7 @@ def _mask_matrix(
 def _xla_attention(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float, bias: Array | None
 ) -> Array:
-    """Attention without a fused kernel: all scores are in memory.
+    """Computes attention without a fused kernel: all scores are in memory.
 
     Float16 operands are computed in float32.
 
@@ -375,7 +384,7 @@ def _cudnn_attention(
 def _attend_to_all(
     q: Array, k: Array, v: Array, mask: Mask | None, scale: float, gradient: bool
 ) -> Float[Array, "b t n h"]:
-    """Attention under sequence parallelism, from the tokens of each device to all keys.
+    """Computes attention under sequence parallelism, from the tokens of each device to all keys.
 
     XLA's partitioner cannot partition fused kernels where `sequence` is a manual axis, so each
     device calls them with its own rows and heads. The gradients of keys and values are sums
@@ -443,7 +452,7 @@ def _attend_to_all(
 def _softcapped(
     q: Array, k: Array, v: Array, mask: Array | None, scale: float, softcap: float
 ) -> Array:
-    """Attention whose logits are replaced by `softcap * tanh(logits / softcap)`.
+    """Computes attention whose logits are replaced by `softcap * tanh(logits / softcap)`.
 
     All scores are in memory, in float32. A query that attends to no key gets the mean of the
     values.

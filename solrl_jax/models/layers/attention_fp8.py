@@ -29,9 +29,9 @@ def attention_fp8(
     gradient.
 
     The matmuls run in FP8 on GPUs from Hopper on, if a head has a multiple of 16 features, up to
-    128. On CPUs, plain JAX gives the same rounding. On all other devices and for other heads, the
-    matmuls run in BF16. Under tensor parallelism, each device computes some of the heads, and the
-    result is gathered.
+    128. On CPUs, plain JAX gives the same rounding for any head. On all other devices, and on GPUs
+    for other heads, the matmuls run in BF16. Except on CPUs, under tensor parallelism each device
+    computes some of the heads, and the result is gathered.
 
     Args:
         q: Queries in E4M3: batch, query positions, heads, features of a head.
@@ -39,7 +39,7 @@ def attention_fp8(
         v: Values in E4M3, of the shape of `k`.
 
     Returns:
-        The attended values in E4M3, clipped to +-448.
+        The attended values [b, t, n, h] in E4M3, clipped to +-448.
     """
     if compile_target.platform() == "cpu":
         return reference(q, k, v)

@@ -65,15 +65,15 @@ def flash_attention(
     `tensor`, which a mesh, if one is set, must have.
 
     Args:
-        q: Queries.
-        k: Keys.
-        v: Values.
-        mask: True for keys that queries attend to. None: all keys. A sample with no such key gets a
-            mean of the values and of the zeros that pad them.
+        q: Queries [b, t, n, h]: batch, query positions, heads, features of a head.
+        k: Keys [b, s, n, h]: batch, key positions, heads, features.
+        v: Values, of the shape of `k`.
+        mask: Boolean [b or 1, 1, 1, s], True for keys that all queries attend to. None: all keys. A
+            sample with no such key gets a mean of the values and of the zeros that pad them.
         scale: The factor of the logits.
 
     Returns:
-        The attended values, in the dtype of `q`.
+        The attended values [b, t, n, h], in the dtype of `q`.
     """
     batch, t = q.shape[:2]
     s = k.shape[1]
@@ -89,7 +89,7 @@ def flash_attention(
 
 
 def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
-    """Runs the kernel on each device with its own rows and heads, and defines its gradient.
+    """Runs `_kernel` on each device with its own rows and heads, and defines its gradient.
 
     The backward pass runs the forward pass again, because the kernel does not return the statistics
     of its softmax. Float32 operands are multiplied at the highest precision.
@@ -132,7 +132,7 @@ def _kernel(
         q: Queries [b, n, t, h]; t is a multiple of 128 (`TILE`).
         k: Keys [b, n, s, h]; s is a multiple of 128.
         v: Values [b, n, s, h].
-        masked: 0 for keys that queries attend to, 1 for all others.
+        masked: int32 [b, s], 0 for keys that queries attend to, 1 for all others.
 
     Returns:
         The attended values [b, n, t, h], in the dtype of `q`.

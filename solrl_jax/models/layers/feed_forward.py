@@ -28,7 +28,7 @@ def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Ar
 class FeedForward(nnx.Module):
     """An MLP: linear layer, GELU (tanh form, arXiv 1606.08415), linear layer.
 
-    In checkpoints, the linear layers are entries 0 and 2 of a list `net`.
+    Both linear layers have biases. In checkpoints, they are entries 0 and 2 of a list `net`.
 
     Args:
         d: The number of input and output features.
@@ -152,7 +152,8 @@ class GLUMBConv(nnx.Module):
         Args:
             x: The pixels [b, n, d], row by row, an array or a lazy activation (one that is computed
                 when it is read).
-            grid: (rows, columns) of the image, whose product is n.
+            grid: (rows, columns) of the image, whose product is n. Under sequence parallelism, `x`
+                and `grid` describe the rows that this device has.
 
         Returns:
             The output [b, n, d], in the dtype of `x`.

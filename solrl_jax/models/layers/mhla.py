@@ -113,7 +113,7 @@ class BlockMixing(CrossProjection):
             The output [b, n, d] in the dtype of `x`. The input is not added.
 
         Raises:
-            ValueError: If the tokens are sharded over devices (`mesh.sequence`).
+            ValueError: While tracing, if the tokens are sharded over devices (`mesh.sequence`).
         """
         if tokens_are_sharded():
             raise ValueError(

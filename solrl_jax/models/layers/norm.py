@@ -19,7 +19,8 @@ from solrl_jax.quant.leaf import MATMUL
 def layer_norm(
     x: Float[Array, "... n"], eps: float, width: int | None = None
 ) -> Float[Array, "... n"]:
-    """Layer normalization over the last axis (arXiv 1607.06450), without weights.
+    """Applies layer normalization over the last axis (arXiv 1607.06450), without weights. It
+    computes in float32.
 
     Args:
         x: The input, of any floating-point dtype.
@@ -118,11 +119,11 @@ class LayerNorm(nnx.Module):
         """Returns the normalized `x` as a lazy activation, which is not computed until a layer
         reads it.
 
-        If the norm has learned weights, it is computed at once instead, and the lazy activation
-        wraps the result.
+        If the norm has learned weights, the result (weight and bias included) is computed at once
+        instead, and the lazy activation wraps it.
 
         Args:
-            x: activations of any floating-point dtype.
+            x: activations before the norm, of any floating-point dtype.
 
         Returns:
             The lazy activation [b, s, d], in the dtype of `x`.
@@ -140,7 +141,7 @@ def rms_norm(
     width: int | None = None,
     save_squares: bool = False,
 ) -> Float[Array, "... d"]:
-    """Root-mean-square normalization over the last axis (arXiv 1910.07467).
+    """Applies root-mean-square normalization over the last axis (arXiv 1910.07467).
 
     Args:
         x: The input, of any floating-point dtype.
@@ -149,8 +150,8 @@ def rms_norm(
         width: The number of leading columns that are not padding: kernels pad rows with zeros, and
             the mean of the squares is over `width` columns. The padding stays zero. None: all
             columns.
-        save_squares: Whether the backward pass reads the sums of squares from memory instead of
-            computing them again, with gradient checkpointing "matmuls". The result is the same.
+        save_squares: Whether, with gradient checkpointing "matmuls", the backward pass reads the
+            sums of squares from memory instead of computing them again. The result is the same.
 
     Returns:
         `scale * x / sqrt(mean of x**2 + eps)` in float32, of the shape of `x`.

@@ -20,7 +20,7 @@ def space_to_depth(x: Float[Array, "b h w c"]) -> Float[Array, "b h/2 w/2 4*c"]:
 
 
 def depth_to_space(x: Float[Array, "b h w c4"]) -> Float[Array, "b 2*h 2*w c4/4"]:
-    """The inverse of `space_to_depth`: splits each pixel into a 2 x 2 square.
+    """Splits each pixel into a 2 x 2 square of pixels: the inverse of `space_to_depth`.
 
     Channel `4 c + 2 row + column` becomes channel c of the square's pixel (row, column).
 

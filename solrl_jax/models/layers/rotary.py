@@ -32,8 +32,8 @@ def rotation_table(
             features.
 
     Returns:
-        (cosines, sines) of the angles, float32, each [1, s, head_dim / 2]: one per position and
-        pair of features, axis by axis.
+        (cosines, sines) of the angles: two float32 NumPy arrays [1, s, head_dim / 2], with one
+        angle per position and pair of features, axis by axis.
 
     Raises:
         ValueError: `positions` and `axes_dims` have different numbers of axes.
@@ -110,15 +110,16 @@ def rotate_by_product(
 
 
 def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
-    """The forward rule of `rotate_by_product` for `jax.custom_vjp`: its result, and the tables
-    (cos, sin), which `_rotate_backward` needs.
+    """Computes `rotate_by_product`: its forward rule for `jax.custom_vjp`. Returns its result, and
+    the tables (cos, sin), which `_rotate_backward` needs.
     """
     return rotate_by_product(x, cos, sin), (cos, sin)
 
 
 def _rotate_backward(tables: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
-    """The backward rule of `rotate_by_product`: the cotangent rotated by the opposite angles. The
-    tables (cos, sin) get no gradient: zeros.
+    """Computes the gradient of `rotate_by_product`: its backward rule for `jax.custom_vjp`. Returns
+    the cotangent of its result, rotated by the opposite angles, and zeros for the tables (cos,
+    sin), which get no gradient.
     """
     cos, sin = tables
     inverse = rotate_by_product(cotangent, cos, -sin)

@@ -32,7 +32,7 @@ def project_qkv(
     Queries and keys are projected, then normalized, then rotated. Values are only projected.
 
     Args:
-        x: The input of the attention [b, s, d].
+        x: The tokens that the attention reads [b, s, d].
         to_q: The linear layer that computes the queries of all heads from `x`.
         to_k: The linear layer that computes the keys of all heads from `x`.
         to_v: The linear layer that computes the values of all heads from `x`.
@@ -63,12 +63,12 @@ def attend(
     fp8_attention: bool = False,
     replicated: int | None = None,
 ) -> Float[Array, "b s d"]:
-    """Softmax attention over the tokens of one or more streams (such as text and image), which form
-    one sequence.
+    """Computes softmax attention over the tokens of one or more streams (such as text and image),
+    which form one sequence.
 
     Under sequence parallelism, the streams hold the tokens of one device, which attend to those of
-    all devices. No gradient may be taken of it with `fp8_attention`, or if the layers that made the
-    queries of the first stream are quantized.
+    all devices. No gradient may be taken of it with `fp8_attention`, or if a layer that made the
+    queries, keys or values is quantized.
 
     Args:
         head_dim: The number of features of one head.
@@ -80,7 +80,8 @@ def attend(
             E4M3. No gradient may be taken. Accelerators without FP8 attention compute in BF16 from
             the rounded inputs.
         replicated: The index of the stream, the first or the last one, that sequence parallelism
-            does not shard. None: it shards the tokens of all streams together.
+            does not shard: every device has all of its tokens. None: the tokens of all streams are
+            sharded together.
 
     Returns:
         The attended values [b, sum of s_i, d], heads side by side: in E4M3 if `fp8_attention` is

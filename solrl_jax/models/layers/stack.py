@@ -18,8 +18,8 @@ X = TypeVar("X")
 
 
 def _saves_kernel_outputs(primitive: Any, *_: Any, **__: Any) -> bool:
-    """A policy for `jax.checkpoint` that saves the outputs of fused kernels (cuDNN attention and
-    Pallas) for the backward pass.
+    """Decides what `jax.checkpoint` saves for the backward pass: the outputs of fused kernels
+    (cuDNN attention and Pallas).
 
     Args:
         primitive: The JAX primitive that made an output. Only its name counts.

@@ -99,7 +99,8 @@ class Component:
         files are read.
 
         Raises:
-            FileNotFoundError: a file is missing.
+            FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files
+                without a standard name.
             ValueError: the header of a file or an index of files cannot be read; or tensors are
                 missing, unexpected, stored twice, of another shape than in the network, or of a
                 dtype other than BF16, F16, F32 and F64. The message lists all such tensors.
@@ -110,22 +111,23 @@ class Component:
         """Reads the parameters from the files onto the devices.
 
         A parameter that the files may lack (for which the network declares an initial value) is
-        initialized if they do. In a run of several processes, each reads only what its own devices
-        hold.
+        initialized if they do. With `place`, all processes of a run must call it, and each reads
+        only what its own devices hold.
 
         Args:
             dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
             place: gives each parameter's sharding: a function `(path, shape)` that returns a
                 `NamedSharding`. The path is a tuple such as ("layers", "mlp", "up_proj", "kernel"),
                 and the shape of a stack of layers has their axis first. None: all parameters are on
-                JAX's default device.
+                JAX's default device, in each process.
 
         Returns:
             The parameters as nested dictionaries keyed by module name. A stack of layers is one
             parameter with a leading axis of layers.
 
         Raises:
-            FileNotFoundError: a file is missing.
+            FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files
+                without a standard name.
             OSError: reading the tensors fails.
             ValueError: the header of a file or an index of files cannot be read, or a file ends
                 within a tensor; or tensors are missing, unexpected, stored twice, or of another
@@ -154,7 +156,7 @@ class Component:
 
     @property
     def num_parameters(self) -> int:
-        """The number of values in all parameters. All layers of a stack are counted."""
+        """The number of values in all parameters of the network, all layers of a stack included."""
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property

@@ -51,7 +51,8 @@ def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         A new dictionary. It has no `rope_theta` if `fields` has none in any of these places.
 
     Raises:
-        ValueError: the mapping asks for another rotary embedding than "default", or is no mapping.
+        ValueError: the mapping asks for another rotary embedding than "default" (by `rope_type`,
+            or `type` in older files), or is no mapping.
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     rope = fields.get(name) or {}
@@ -183,7 +184,7 @@ class ReleasedConfig:
         """
 
     def require(self, condition: bool, field: str, accepted: str) -> None:
-        """Raises the error for an unsupported value unless `condition` is true.
+        """Raises the error for an unsupported value of a field unless `condition` is true.
 
         Args:
             condition: whether the value of the field is supported.

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from solrl_jax.storage.readers import parse_json, read_text
 
-BLOCK_BYTES = 2**22  # read at a time: they fit the cache while they are cast and reordered
+BLOCK_BYTES = 2**22  # read at a time; a block fits the CPU cache while it is cast and reordered
 MAX_HEADER_BYTES = 2**24  # of a safetensors file; that of FLUX.1 has 2**17
 # The accepted dtypes of stored tensors, by their names in safetensors.
 STORED_DTYPES = {"BF16": jnp.bfloat16, "F16": np.float16, "F32": np.float32, "F64": np.float64}
@@ -53,14 +53,17 @@ class StoredTensor:
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
         """Reads rows (along the leading axis) of the tensor in blocks of about 4 MiB. A generator.
 
-        Each item is a pair (index of the block's first row, block); the block is an array of one or
-        more rows in the stored dtype. Each block overwrites the memory of the one before, so use or
-        copy it first. A tensor without axes counts as one row, with a block of shape [1].
+        Each block overwrites the memory of the one before, so use or copy it first. A tensor
+        without axes counts as one row.
 
         Args:
             first: index of the first row, from 0 to the size of the leading axis.
             last: index after that of the last row to read, at most the size of the leading axis
                 (not checked).
+
+        Yields:
+            Pairs (index of the block's first row, block). A block is an array of one or more rows
+            in the stored dtype; that of a tensor without axes has the shape [1].
 
         Raises:
             KeyError: the dtype is not BF16, F16, F32 or F64.
@@ -95,8 +98,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read, is not JSON, repeats a key, or does not hold an object.
-            The message names the file.
+        ValueError: the file cannot be read, is larger than 64 MiB, is not JSON, repeats a key, or
+            does not hold an object. The message names the file.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")

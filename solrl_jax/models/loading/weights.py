@@ -109,19 +109,21 @@ class ParameterEntry:
 
     @property
     def key(self) -> str:
-        """The path as text, joined by slashes, such as "blocks/attn/to_out/0/kernel"."""
+        """The parameter's path as text, joined by slashes: "blocks/attn/to_out/0/kernel"."""
         return "/".join(map(str, self.path))
 
     @property
     def torch_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor in PyTorch's order of axes, without the axis of layers."""
+        """The shape of each PyTorch tensor of the parameter, in PyTorch's order of axes. It has no
+        axis of layers, because a stack has one tensor per layer.
+        """
         view = np.broadcast_to(np.zeros((), np.bool_), self.shape)  # allocates nothing
         return to_torch_order(view, self.layout).shape
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """The shape of the whole parameter in this package's order of axes: with the axis of layers
-        first if it is stacked.
+        """The shape of the whole parameter in this package's order of axes. A parameter of a stack
+        of layers (`stacked`) has their axis first.
         """
         return (len(self.names), *self.shape) if self.stacked else self.shape
 
@@ -194,7 +196,8 @@ def locate_tensors(
         files, by name.
 
     Raises:
-        FileNotFoundError: a file is missing.
+        FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files
+            without a standard name.
         ValueError: a file or an index cannot be read; or tensors are missing, unexpected, of
             another shape, stored twice or of a dtype other than BF16, F16, F32 and F64. The message
             lists all such tensors.
@@ -334,8 +337,8 @@ def load_tensors(
     """Reads parameters from released files onto the devices.
 
     With `place`, parameters go to the devices in chunks of about 256 MiB (`CHUNK_BYTES`), and a
-    process reads only the rows that its own devices hold. Without it, one whole parameter at a time
-    is in host memory.
+    process reads only the rows that its own devices hold; all processes of a run must call it with
+    the same arguments. Without it, one whole parameter at a time is in host memory.
 
     Args:
         table: the parameters to read, with the tensor names in the files.
@@ -368,13 +371,14 @@ def load_parameter(
 ) -> jax.Array:
     """Reads one parameter onto the devices, or initializes it if the files lack it.
 
-    With `place`, a large parameter goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`).
+    With `place`, a large parameter goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`),
+    and all processes of a run must call it with the same arguments.
 
     Args:
         entry: the parameter.
         stored: position of each tensor in the files, by its name. A parameter with an initial value
             is initialized if its first tensor is missing here.
-        dtype: dtype to which the values are cast.
+        dtype: dtype to which the values are cast. Values beyond its range become infinite.
         place: gives the parameter's sharding: a function `(entry.path, entry.full_shape)` that
             returns a `NamedSharding`. None: the parameter is on JAX's default device.
 
@@ -426,8 +430,8 @@ def _load_rows(
 ) -> jax.Array:
     """Reads some rows of the shard of every device, and waits until the devices have them.
 
-    A shard is the part of the parameter that a device holds, and a row is an index of its leading
-    axis.
+    A shard is the part of the parameter that a device holds, and a row is one entry along the
+    shard's leading axis.
 
     Args:
         entry: the parameter.

@@ -19,10 +19,12 @@ from solrl_jax.models.loading.weights import ENCODER_PREFIXES, locate_tensors
 
 @dataclasses.dataclass(frozen=True)
 class AutoencoderKLQwenImageConfig(VideoAutoencoderConfig):
-    """The fields of a released `vae/config.json` of Qwen-Image, with the defaults of diffusers.
+    """The configuration of Qwen-Image's autoencoder: the fields of a released `vae/config.json`,
+    with the defaults of diffusers.
 
-    The attributes below are those that `VideoAutoencoderConfig` does not have. The values in
-    `temperal_downsample` have no effect, because an image has one frame.
+    The attribute below is in addition to those of `VideoAutoencoderConfig`. The values in
+    `temperal_downsample` have no effect, because an image has one frame. The constructor raises
+    ValueError for a value that is not supported.
 
     Attributes:
         input_channels: number of color channels of an image; only 3 is supported.
@@ -70,8 +72,8 @@ class AutoencoderKLQwenImage(AutoencoderKLWan):
     """Decodes latents to images in [-1, 1]. Only the decoder of the autoencoder is built.
 
     Args:
-        config: configuration of the autoencoder. Its means and standard deviations are not applied
-            here (`VideoAutoencoderConfig.unscale`).
+        config: configuration of the autoencoder (`AutoencoderKLQwenImageConfig`). Its means and
+            standard deviations are not applied here (`VideoAutoencoderConfig.unscale`).
         rngs: random number generators for the initial weights.
     """
 

@@ -117,8 +117,8 @@ class QwenImagePipeline(Pipeline):
         self._read_shift()
 
     def _read_shift(self) -> None:
-        """Reads the settings of the schedule shift from the scheduler's configuration, for `mu` and
-        `shift_terminal`.
+        """Reads the settings of the schedule shift from the attribute `scheduler`, and sets
+        `shift_terminal` and the attribute `_shift`, from which `mu` is computed.
 
         Defaults are those of diffusers' pipeline: `base_shift` 0.5, `max_shift` 1.15,
         `base_image_seq_len` 256, `max_image_seq_len` 4096, and no `shift_terminal`.
@@ -190,8 +190,11 @@ class QwenImagePipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or half
-                of the larger side in tokens plus the number of text tokens exceeds 4096.
+            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, half of
+                the larger side in tokens plus the number of text tokens exceeds 4096, or the size
+                of the mesh axis `sequence` does not divide the number of image tokens.
+            KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
+                "blocks".
         """
         if fp8_attention:
             raise ValueError(
@@ -236,7 +239,7 @@ class QwenImagePipeline(Pipeline):
         Args:
             prompts: one or more texts.
             max_tokens: number of tokens per prompt that the transformer sees, up to 1024. They
-                include the end of the template, which is lost if the text is cut.
+                include the end of the template, which is lost if the text is longer and cut.
             instruction: ignored: Qwen-Image takes no instruction.
 
         Returns:

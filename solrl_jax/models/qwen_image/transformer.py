@@ -155,8 +155,10 @@ class QwenImageTransformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            ValueError: height or width is odd, or half of the larger side in image tokens plus the
-                number of text tokens, padding included, exceeds 4096 (`POSITIONS`).
+            ValueError: height or width is odd; half of the larger side in image tokens plus the
+                number of text tokens, padding included, exceeds 4096 (`POSITIONS`); or the size of
+                the mesh axis `sequence` does not divide the number of image tokens.
+            KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -247,7 +249,7 @@ class QwenImageBlock(nnx.Module):
 
         Returns:
             The image tokens and the text tokens after the block, each with the shape and dtype of
-            its input. Those of padding have no meaning.
+            its input. Text tokens that are padding have no meaning.
         """
 
         def split(modulation: nnx.Dict) -> list[Array]:
@@ -283,7 +285,7 @@ class MaskedJointAttention(JointAttention):
         head_dim: number of features of one head.
         normed: whether each head of queries and keys is normalized (RMSNorm).
         bias: whether the linear layers have biases.
-        last: must be False.
+        last: must be False: there is always an output for the text.
         rngs: random number generators for the initial weights.
     """
 

@@ -86,14 +86,14 @@ IGNORED = ("pos_embed", "y_embedder.y_embedding")
 
 @dataclasses.dataclass(frozen=True)
 class TensorPart:
-    """Which rows of a native tensor (of a checkpoint of the SANA authors) are a given diffusers
-    tensor.
+    """The rows of a native tensor (of a checkpoint of the SANA authors) that become one tensor in
+    the layout of diffusers.
 
     Attributes:
         name: name of the diffusers tensor.
         source: name of the native tensor.
-        start: index of its first row in the native tensor.
-        stop: index after its last row in the native tensor.
+        start: index of the first of these rows in the native tensor.
+        stop: index after the last of these rows in the native tensor.
         shape: shape of the diffusers tensor. The rows are reshaped to it.
     """
 

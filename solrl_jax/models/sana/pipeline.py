@@ -74,8 +74,9 @@ class SanaPipeline(Pipeline):
                 storing: "none" (nothing), "matmuls" (everything except matmuls and attention
                 kernels) or "blocks" (everything inside a block; only the inputs of blocks are
                 stored). Another value raises KeyError when the transformer is traced.
-            mhla: replaces the linear attention among image tokens by MHLA, in this variant and with
-                blocks arranged for this image size; None keeps the linear attention.
+            mhla: replaces the linear attention among image tokens by MHLA: its settings
+                (`mhla.mhla`), and the image size for which its blocks are arranged (`mhla.size`).
+                None keeps the linear attention.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -179,7 +180,10 @@ class SanaPipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: `fp8_attention` is set.
+            ValueError: `fp8_attention` is set; or, while tracing, the size of the mesh axis
+                `sequence` does not divide the number of rows of tokens, or exceeds 1 with MHLA.
+            KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
+                "blocks".
         """
         timestep = timestep * self.config.timestep_scale
         if fp8_attention:
@@ -250,7 +254,7 @@ class SanaPipeline(Pipeline):
         }
 
     def unscale(self, latent: Array) -> Array:
-        """Divides latents by the scaling factor, which gives the input of the autoencoder.
+        """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor`.
 
         Args:
             latent: the transformer's latents [b, h, w, c].

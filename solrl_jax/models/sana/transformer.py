@@ -170,7 +170,10 @@ class SanaTransformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            ValueError: If the size of the mesh axis `sequence` does not divide the rows of tokens.
+            ValueError: the size of the mesh axis `sequence` does not divide the number of rows of
+                tokens; or it exceeds 1, and the attention among the image tokens is MHLA
+                (`BlockMixing`).
+            KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
         patch = self.config.patch_size

@@ -56,9 +56,10 @@ class StableDiffusion3Pipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.
-            ValueError: a configuration is unsupported, a tokenizer cannot be loaded or has tokens
-                that its text encoder lacks, or a width or number of channels of one component is
-                not what another one takes or returns.
+            ValueError: a configuration is unsupported; a tokenizer cannot be loaded, has tokens
+                that its text encoder lacks, or pads CLIP's texts to more tokens than a CLIP has
+                positions; or a width or number of channels of one component is not what another one
+                takes or returns.
         """
         super().__init__(folder, gradient_checkpointing)
         config = SD3Config.read(folder / "transformer")
@@ -166,8 +167,11 @@ class StableDiffusion3Pipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: while tracing, if height or width is not a whole number of patches or larger
-                than the stored positions.
+            ValueError: while tracing, if height or width is not a whole number of patches or
+                exceeds the stored positions, or the size of the mesh axis `sequence` does not
+                divide the number of image tokens.
+            KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
+                "blocks".
         """
         network = self.transformer(params)
         return network(
@@ -185,8 +189,8 @@ class StableDiffusion3Pipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens for T5, its end-of-text token included: from 1 to 4096 (not
-                checked if the model has no T5). (The CLIPs always get `clip_tokens`.)
+            max_tokens: number of tokens for T5, its end-of-text token included: from 1 to 4096,
+                which is not checked if the model has no T5. The CLIPs always get `clip_tokens`.
             instruction: ignored: the model takes no instruction.
 
         Returns:

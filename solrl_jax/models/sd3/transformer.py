@@ -144,8 +144,10 @@ class SD3Transformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`: out is `config.features_out`.
 
         Raises:
-            ValueError: height or width is not a whole number of patches or larger than the stored
-                positions.
+            ValueError: height or width is not a whole number of patches or exceeds the stored
+                positions, or the size of the mesh axis `sequence` does not divide the number of
+                image tokens.
+            KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         _, height, width, _ = latent.shape
         dtype = latent.dtype

@@ -37,7 +37,7 @@ class Cache:
     """A folder with the encodings of prompts: one safetensors file per prompt, under a key
     (`key_of`).
 
-    It also remembers the hashes of files (`digest`).
+    It also remembers the SHA-256 of weight files (`digest`), in the subfolder `files`.
 
     Attributes:
         folder: the folder. It is created when something is first written.
@@ -52,8 +52,9 @@ class Cache:
             key: the key of a prompt, 64 hexadecimal digits (`key_of`).
 
         Returns:
-            The prompt's arrays by name, such as "text" [tokens, features]. None if there is none,
-            or if the file cannot be read or is damaged (its checksum is wrong).
+            The prompt's arrays by name, such as "text" [tokens, features]. None if nothing is
+            stored under the key, or if the file cannot be read or is damaged (its checksum is
+            wrong).
 
         Raises:
             PermissionError: a folder of the cache may not be searched.

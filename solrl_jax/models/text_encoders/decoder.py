@@ -22,12 +22,12 @@ def require_full_attention(network: str, fields: Mapping[str, Any], layers: int)
     Args:
         network: name of the network, for the error message.
         fields: the contents of a `config.json`, of which `use_sliding_window` and `layer_types` are
-            read. Both may be missing.
+            read. Both may be missing or None.
         layers: number of layers.
 
     Raises:
-        ValueError: `use_sliding_window` is set, or `layer_types` is not "full_attention" for every
-            layer. The message names the field.
+        ValueError: `use_sliding_window` is true, or `layer_types` is not a list of one
+            "full_attention" per layer. The message names the field.
     """
     full_attention = ["full_attention"] * layers
     for name, accepted in (("use_sliding_window", False), ("layer_types", full_attention)):

@@ -51,7 +51,7 @@ class TextEncoders:
 
     @property
     def loaded(self) -> bool:
-        """Whether the parameters are in memory."""
+        """Whether the parameters of the text encoders are in memory."""
         return self._params is not None
 
     @property
@@ -126,8 +126,8 @@ class TextEncoders:
             order of `prompts`: for example "text" [prompts, tokens, features].
 
         Raises:
-            InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
-                encoder cannot be loaded, or the cache cannot be written.
+            InputError: `max_tokens` is not possible for the model, the tokenizer fails, a file of a
+                text encoder is missing or cannot be used, or the cache cannot be written.
             PermissionError: a folder of the cache may not be searched.
             RunError: writing an encoding fails, or another process of the run does not answer for
                 30 minutes.
@@ -158,7 +158,8 @@ class TextEncoders:
     ) -> int:
         """Encodes all prompts that the cache lacks into the cache, then releases the parameters.
 
-        Without a cache, nothing happens. In a run of several processes, all must call this with the
+        Without a cache, nothing happens. A damaged file in the cache counts as an encoding, which
+        `encode` later computes again. In a run of several processes, all must call this with the
         same prompts.
 
         Args:
@@ -176,8 +177,8 @@ class TextEncoders:
             without a cache.
 
         Raises:
-            InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
-                encoder cannot be loaded, or the cache cannot be written.
+            InputError: `max_tokens` is not possible for the model, the tokenizer fails, a file of a
+                text encoder is missing or cannot be used, or the cache cannot be written.
             PermissionError: a folder of the cache may not be searched.
             RunError: writing an encoding fails, or another process of the run does not answer for
                 30 minutes.
@@ -264,13 +265,13 @@ class TextEncoders:
 def encode_chunk(
     encoders: TextEncoders, params: dict[str, Params], tokens: TracedTokens
 ) -> Conditioning:
-    """Encodes one chunk of prompts, split over the devices of the mesh that is set. Compiled by
-    jit.
+    """Encodes one chunk of prompts, split over the devices of the mesh of `jax.set_mesh`. Compiled
+    by jit.
 
     Args:
         encoders: the text encoders, whose pipeline encodes. A static argument under jit.
-        params: the parameters of each text encoder, by the name of its folder. They are gathered
-            here.
+        params: the parameters of each text encoder, by the name of its folder. Sharded ones are
+            gathered on every device, those of stacked layers one layer at a time.
         tokens: tokens of `encoders.chunk` prompts: arrays by name with one row per prompt.
 
     Returns:

@@ -80,8 +80,9 @@ class Gemma2Config(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "Gemma2Config":
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
-        Missing fields get their defaults. Unknown ones are ignored, except those that would change
-        the network. `rope_theta` may also be inside `rope_parameters` or `rope_scaling`.
+        Missing fields, and a `layer_types` of None, get their defaults. Unknown fields are ignored,
+        except those that would change the network. `rope_theta` may also be inside
+        `rope_parameters` or `rope_scaling`.
 
         Args:
             fields: the contents. They are not changed.

@@ -75,8 +75,9 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
         """Makes a configuration from the `config.json` of the whole Qwen2.5-VL, and checks it.
 
         Missing fields get their defaults, and unknown ones are ignored. Each field is read from the
-        mapping `text_config` (transformers 5) if it is there, or else from the top level.
-        `rope_theta` may also be inside `rope_parameters` or `rope_scaling`.
+        mapping `text_config` (transformers 5) if it is there, or else from the top level;
+        `model_type` always from the top level. `rope_theta` may also be inside `rope_parameters` or
+        `rope_scaling`.
 
         Args:
             fields: the contents, which are not changed.

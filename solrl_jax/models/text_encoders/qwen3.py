@@ -174,7 +174,7 @@ class Qwen3Model(nnx.Module):
 
         Returns:
             [b, l, k d] for k states of d (`hidden_size`) features, not normalized, in the dtype of
-            the token embedding. Padding has states too, those of transformers.
+            the token embedding. Padding has states too, the same as in transformers.
         """
         x = self.model.embed_tokens(input_ids)
         mask = causal_mask(attention_mask)

@@ -80,15 +80,16 @@ class T5Config(ReleasedConfig):
         the network.
 
         Args:
-            fields: the contents.
+            fields: the contents, which are not changed.
 
         Returns:
             The configuration.
 
         Raises:
             ValueError: a field has a type or value that is not supported, `model_type` is another
-                one, `quantization_config` is set, or `is_decoder`, `dense_act_fn` or `is_gated_act`
-                differs from a version 1.1 encoder. The message names the field.
+                one, `quantization_config` is set, or `is_decoder` is there but not False,
+                `dense_act_fn` not "gelu_new", or `is_gated_act` not True. The message names the
+                field.
         """
         config = super().from_dict(fields)
         # Transformers would use the last two fields, although they repeat `feed_forward_proj`.

@@ -135,11 +135,12 @@ def tokenize(
 ) -> dict[str, np.ndarray]:
     """Tokenizes texts, and pads or cuts them to one length.
 
-    The side is that of the tokenizer's own settings, unless `options` give another.
+    The tokenizer's own settings tell on which side of a text padding is added and tokens are cut,
+    unless `options` do.
 
     Args:
         folder: the tokenizer's folder. `load_tokenizer` loads it once per process.
-        texts: one or more texts.
+        texts: one or more texts. They may be empty.
         length: number of tokens per text, special tokens included, up to 4096.
         options: further keyword arguments for the transformers tokenizer, such as
             `padding_side="right"`, but not those on padding, truncation and lengths.
@@ -210,7 +211,7 @@ def check_chat_template(folder: Path) -> None:
         folder: directory of the tokenizer.
 
     Raises:
-        InputError: it has none, or the tokenizer cannot be loaded.
+        InputError: the tokenizer has no chat template or cannot be loaded.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     try:
@@ -277,7 +278,7 @@ def clip_length(folder: Path, positions: int) -> int:
         The number, including the tokens that begin and end a text.
 
     Raises:
-        ValueError: it exceeds `positions`, or the tokenizer cannot be loaded.
+        ValueError: `model_max_length` exceeds `positions`, or the tokenizer cannot be loaded.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
     """
     length = load_tokenizer(folder).model_max_length

@@ -98,7 +98,8 @@ class ImageReward(nnx.Module):
         Args:
             pixels: Images of `image_size` by `image_size` pixels, normalized by mean and standard
                 deviation per channel (`Preprocessing`).
-            input_ids: Token numbers of each image's prompt, at most `positions` per prompt.
+            input_ids: Token numbers of each image's prompt, at most `positions` per prompt, which
+                is not checked.
             mask: True on tokens, false on padding.
 
         Returns:

@@ -233,8 +233,9 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class CLIPModel(nnx.Module):
-    """A whole CLIP: text tower, vision tower, and their projections to a shared space. No gradient
-    may be taken of it.
+    """A whole CLIP: text tower, vision tower, and their projections to a shared space.
+
+    It is made for scoring: a gradient computes each attention once more (`attention_forward`).
 
     The scalar parameter `logit_scale` is the logarithm of the factor by which cosines between texts
     and images are multiplied.
@@ -432,8 +433,8 @@ class TextModel(nnx.Module):
     ) -> Float[Array, "b d"]:
         """Selects the state of each text's first end-of-text token.
 
-        If `eos_token_id` is 2, this token is the one with the highest number in the text. For a
-        text without an end-of-text token, the state of its first token is selected.
+        If `eos_token_id` is 2, this token is the one with the highest number in the text.
+        Otherwise, a text without an end-of-text token gives the state of its first token.
 
         Args:
             x: States of all tokens.

@@ -61,12 +61,12 @@ class Preprocessing:
         """Resizes images, crops or pads them to a square, and normalizes them.
 
         Args:
-            images: RGB images in [0, 1], of any floating-point dtype.
+            images: RGB images in [0, 1], of any size and floating-point dtype.
 
         Returns:
             The pixels, float32, minus the mean of CLIP's training images and divided by their
             standard deviation, per channel. Rounding to 8 bits has no gradient, so with `eight_bit`
-            they have the gradient of the same resize without it.
+            they have the gradient of the same resize without rounding and clipping.
         """
         height, width = images.shape[1:3]
         resized_height, resized_width = self.resized(height, width)
@@ -92,11 +92,11 @@ class Preprocessing:
         Returns:
             (height, width) in pixels. With `fit` "crop", the shorter edge is `size` and the longer
             one rounded down. With "pad", the longer edge is `size` and the shorter one rounded to
-            the nearest integer.
+            the nearest integer, at least 1.
         """
         if self.fit == "pad":
             scale = self.size / max(height, width)
-            return round(height * scale), round(width * scale)
+            return max(1, round(height * scale)), max(1, round(width * scale))
         short = min(height, width)
         return int(self.size * height / short), int(self.size * width / short)
 
@@ -182,7 +182,8 @@ def _with_gradient_of(smooth: Array, rounded: Array) -> Array:
 
 @_with_gradient_of.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The derivative of `_with_gradient_of`: that of its first argument.
+    """Computes the derivative of `_with_gradient_of`: the value is the second argument, the tangent
+    that of the first.
 
     Args:
         primals: The two arguments.

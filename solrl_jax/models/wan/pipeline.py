@@ -32,18 +32,22 @@ WAN22_FRAMES_PER_SECOND = 24
 
 
 class WanPipeline(Pipeline):
-    """Wan 2.1 T2V, and Wan 2.2 TI2V 5B without an image: clips of 4 k + 1 frames. UMT5 encodes the
-    prompt.
+    """Wan 2.1 T2V, and Wan 2.2 TI2V 5B without an initial image: clips of 4 k + 1 frames. UMT5
+    encodes the prompt.
 
     Guidance takes a second evaluation. The attention among the tokens of a clip can run in FP8.
 
-    Wan 2.2 TI2V (`expand_timesteps`) gives the transformer a timestep per token: that of the tokens
-    of an initial image is 0. Without an image all tokens have the same timestep, as in Wan 2.1.
+    Wan 2.2 TI2V (`expand_timesteps`) gives the transformer one timestep per token, which is 0 for
+    the tokens of an initial image. Without an image all tokens have the same timestep, as in Wan
+    2.1.
+
+    `WanPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of diffusers
+    without reading a weight. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
-        config: contents of `transformer/config.json`, checked.
-        vae_config: contents of `vae/config.json`, checked.
-        tokenizer: directory of the tokenizer.
+        config: configuration of the transformer (`transformer/config.json`).
+        vae_config: configuration of the autoencoder (`vae/config.json`).
+        tokenizer: directory of the tokenizer (a path).
     """
 
     kind = "WanPipeline"
@@ -55,9 +59,10 @@ class WanPipeline(Pipeline):
 
         Args:
             folder: the directory.
-            gradient_checkpointing: what the gradient of the transformer recomputes: "none"
-                (nothing), "matmuls" (all but matmuls and attention kernels) or "blocks" (all but
-                the input of each block). It is not checked here.
+            gradient_checkpointing: what the backward pass of the transformer recomputes instead of
+                storing: "none" (nothing), "matmuls" (everything except matmuls and attention
+                kernels) or "blocks" (everything inside a block; only the inputs of blocks are
+                stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -113,27 +118,28 @@ class WanPipeline(Pipeline):
         """Predicts the velocity `noise - x0`, in the dtype of `latent`. For use under jit.
 
         Args:
-            params: parameters of the transformer, a nested dictionary by path. Stacks of blocks
-                and, over the axis `tensor`, linear layers may be sharded; all else is whole. Leaves
-                may be quantized or adapted.
+            params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
+                may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
+                blocks and, under tensor parallelism, linear layers may still be sharded; all other
+                leaves are whole.
             latent: noisy latents [b, t, h, w, c]. Height and width are multiples of the side of a
                 patch.
-            conditioning: "text" [b, l, d], hidden states of UMT5 with zeros on padding, as returned
-                by `encode_text`.
-            timestep: 1000 times the noise level sigma, from 0 to 1, of each latent.
-            guidance: ignored.
-            fp8_attention: whether the attention among the tokens of a clip runs in FP8, for
-                programs that take no gradient: queries, keys, values and result are rounded to
-                E4M3. The attention to the text does not. On TPUs, on GPUs older than Hopper, and on
-                other GPUs for head sizes that are no multiple of 16 or above 128, its matmuls run
-                in BF16 all the same.
+            conditioning: a dictionary with "text" [b, l, d], hidden states of UMT5 with zeros on
+                padding, as returned by `encode_text`.
+            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            guidance: ignored: the transformer takes no guidance scale.
+            fp8_attention: whether the attention among the tokens of the clip is computed in FP8:
+                queries, keys, values and result are in E4M3. No gradient may be taken. Accelerators
+                without FP8 attention compute in BF16 from the rounded inputs. The attention to the
+                text is not in FP8.
 
         Returns:
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: while tracing, if height or width is no multiple of the side of a patch, or
-                a clip has more frames, rows or columns of patches than the network has positions.
+            ValueError: while tracing, if height or width is no multiple of the side of a patch, a
+                clip has more frames, rows or columns of patches than the network has positions, or
+                the size of the mesh axis `sequence` does not divide the number of tokens of a clip.
             KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
                 "blocks".
         """
@@ -143,8 +149,8 @@ class WanPipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts, cleaned as in diffusers: encodings are repaired (ftfy), HTML entities
-        resolved, and runs of white space become one space.
+        """Tokenizes prompts, cleaned as in diffusers (`clean`): wrongly decoded characters are
+        repaired, HTML entities resolved, and runs of white space become one space.
 
         Args:
             prompts: one or more texts.
@@ -152,16 +158,15 @@ class WanPipeline(Pipeline):
                 token included: up to 512 (`MAX_TOKENS`), and at least the number of special tokens
                 that the tokenizer adds (1 for UMT5). The network attends to padding, too, so that
                 this number changes clips.
-            instruction: not supported, and ignored.
+            instruction: ignored: Wan takes no instruction.
 
         Returns:
-            "ids", int32, and "mask", bool, true on tokens and false on padding: both [prompts,
-            `max_tokens`].
+            A dictionary with two arrays [prompts, max_tokens]: "ids", token numbers, int32, and
+            "mask", bool, true on tokens and false on padding.
 
         Raises:
-            InputError: `max_tokens` is outside of these limits; the tokenizer fails; or it has no
-                vocabulary, which only the configurations that this package carries for `solrl plan`
-                may lack.
+            InputError: `max_tokens` is outside of these limits, or the tokenizer fails or has no
+                vocabulary.
         """
         if max_tokens > MAX_TOKENS:
             raise InputError(
@@ -173,13 +178,13 @@ class WanPipeline(Pipeline):
         """Encodes tokenized prompts by UMT5. For use under jit.
 
         Args:
-            params: a dictionary with the parameters of UMT5 under "text_encoder". Only stacks of
-                blocks may be sharded.
+            params: a dictionary with the parameters of UMT5 under "text_encoder". Only those of
+                stacked blocks may still be sharded.
             tokens: "ids" and "mask", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            "text" [b, l, d]: the normalized hidden states after the last layer, and zeros on
-            padding, in the dtype of the text encoder.
+            A dictionary with "text" [b, l, d]: the normalized hidden states after the last layer,
+            and zeros on padding, in the dtype of the text encoder.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         mask = jnp.asarray(tokens["mask"])
@@ -205,7 +210,8 @@ def _check_index(index: Path) -> bool:
         index: the file.
 
     Returns:
-        `expand_timesteps`: whether the model is Wan 2.2 TI2V, which takes a timestep per token.
+        The field `expand_timesteps`, false by default: whether the model is Wan 2.2 TI2V, whose
+        transformer takes one timestep per token.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -228,10 +234,10 @@ def _check_index(index: Path) -> bool:
 
 
 def clean(prompt: str) -> str:
-    """Returns a prompt as diffusers' pipeline gives it to the tokenizer.
+    """Returns a prompt as diffusers' pipeline passes it to the tokenizer.
 
-    In this order: encodings are repaired with the same library (ftfy), HTML entities are resolved
-    twice, and each run of white space becomes one space; at both ends there is none.
+    In this order: wrongly decoded characters are repaired by ftfy, HTML entities are resolved
+    twice, white space is stripped from both ends, and each other run of it becomes one space.
 
     Args:
         prompt: any text.

@@ -37,27 +37,35 @@ SINUSOIDS = 256  # features of a timestep
 
 @dataclasses.dataclass(frozen=True)
 class WanConfig(TransformerConfig):
-    """The fields of a published `transformer/config.json`. The defaults are those of diffusers.
+    """The configuration of Wan's transformer: the fields of a published `transformer/config.json`.
+
+    The defaults are those of diffusers. A token has `num_attention_heads * attention_head_dim`
+    features. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
-        patch_size: frames, rows and columns of a patch in latent pixels: 1 and twice the same
-            number.
+        patch_size: size of a patch in latent frames, rows and columns: (1, p, p) for a positive
+            number p.
         num_attention_heads: number of attention heads.
-        attention_head_dim: features of one attention head, an even number from 6 on.
-        in_channels: channels of the input latents.
-        out_channels: channels of the output latents; None: as many as `in_channels`.
-        text_dim: features of a text embedding.
-        freq_dim: 256, the only supported value: sinusoidal features of a timestep.
-        ffn_dim: hidden features of the MLPs.
+        attention_head_dim: number of features of one attention head, an even number from 6 on.
+        in_channels: number of channels of the latents.
+        out_channels: number of channels of the output; None: as many as `in_channels`.
+        text_dim: number of features of a text token, as the text encoder returns it.
+        freq_dim: 256, the only supported value: number of features of the sinusoidal embedding of
+            the timestep.
+        ffn_dim: number of hidden features of the MLPs.
         num_layers: number of blocks.
         cross_attn_norm: whether tokens are normalized before they attend to the text.
         qk_norm: "rms_norm_across_heads", the only supported value: queries and keys of both
-            attentions are normalized, all heads together.
+            attentions are normalized, over all heads together.
         eps: epsilon of all norms.
-        image_dim: features of an image that the clip begins with; only None is supported.
-        added_kv_proj_dim: features of keys and values of such an image; only None is supported.
-        rope_max_seq_len: largest number of patches in each direction: frames, rows and columns.
-        pos_embed_seq_len: positions of the tokens of such images; only None is supported.
+        image_dim: number of features of an image with which the clip begins; only None (no such
+            image) is supported.
+        added_kv_proj_dim: number of features of keys and values of such an image; only None is
+            supported.
+        rope_max_seq_len: greatest number of patches along each axis of a clip: frames, rows and
+            columns.
+        pos_embed_seq_len: number of positions for the tokens of such an image; only None is
+            supported.
     """
 
     network = "WanTransformer3DModel"
@@ -83,10 +91,10 @@ class WanConfig(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: Unless `patch_size` is 1 and twice the same positive number,
-                `attention_head_dim` is even and at least 6, `freq_dim` is 256, and `qk_norm` is
-                "rms_norm_across_heads". Also if `image_dim`,
-                `added_kv_proj_dim` or `pos_embed_seq_len` is set. The message names the field.
+            ValueError: `patch_size` is not 1 and twice the same positive number;
+                `attention_head_dim` is odd or less than 6; `freq_dim` is not 256; `qk_norm` is not
+                "rms_norm_across_heads"; or `image_dim`, `added_kv_proj_dim` or `pos_embed_seq_len`
+                is not None. The message names the field.
         """
         patch = self.patch_size
         self.require(
@@ -105,14 +113,16 @@ class WanConfig(TransformerConfig):
 
     @property
     def side(self) -> int:
-        """Side of a patch in latent pixels."""
+        """Side of a patch in latent pixels: the number of its rows, and of its columns."""
         return self.patch_size[1]
 
     @property
     def axes_dims(self) -> tuple[int, int, int]:
-        """Features of a head that the coordinates rotate: frame, row, column. Row and column rotate
-        a third each, rounded down to an even number; the frame rotates what is left: 44, 42 and 42
-        of 128.
+        """The number of features of an attention head that each coordinate of a token rotates:
+        (frame, row, column).
+
+        Row and column rotate a third of the features each, rounded down to an even number. The
+        frame rotates all others. A head of 128 features gives (44, 42, 42).
         """
         third = 2 * (self.attention_head_dim // 6)
         return self.attention_head_dim - 2 * third, third, third
@@ -122,9 +132,10 @@ class WanTransformer3DModel(nnx.Module):
     """The network that predicts the velocity `noise - x0` of the noisy latents of clips.
 
     Args:
-        config: configuration of the network: its widths, heads, blocks and patches.
-        gradient_checkpointing: what gradients recompute: "none" (nothing), "matmuls" (all but
-            matmuls and attention kernels) or "blocks" (all but the input of each block).
+        config: configuration of the network (`WanConfig`): its widths, heads, blocks and patches.
+        gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
+            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
+            (everything inside a block; only the inputs of blocks are stored).
         rngs: random number generators for the initial weights.
     """
 
@@ -151,20 +162,22 @@ class WanTransformer3DModel(nnx.Module):
         """Predicts the velocity `noise - x0` at `latent`.
 
         Args:
-            latent: noisy latents. Height and width are multiples of the side of a patch.
-            text: hidden states of UMT5, cast to the dtype of `latent`, zeros on padding. All tokens
-                are attended to.
-            timestep: `1000 * sigma` of each latent. It is embedded in float32.
-            fp8_attention: whether the attention among the tokens of the clip runs in FP8, without a
-                gradient: queries, keys, values and result are rounded to E4M3. The attention to the
-                text does not.
+            latent: noisy latents of clips. Height and width are multiples of the side of a patch.
+            text: hidden states of UMT5, zeros on padding. They are cast to the dtype of `latent`.
+                Padding is attended to.
+            timestep: `1000 * sigma` of each latent, in [0, 1000]. It is embedded in float32.
+            fp8_attention: whether the attention among the tokens of the clip is computed in FP8:
+                queries, keys, values and result are in E4M3. No gradient may be taken. Accelerators
+                without FP8 attention compute in BF16 from the rounded inputs. The attention to the
+                text is not in FP8.
 
         Returns:
             The velocity, in the dtype of `latent`, with `config.features_out` channels.
 
         Raises:
-            ValueError: height or width is no multiple of the side of a patch, or there are more
-                frames, rows or columns of patches than `rope_max_seq_len`.
+            ValueError: height or width is no multiple of the side of a patch; there are more
+                frames, rows or columns of patches than `rope_max_seq_len`; or the size of the mesh
+                axis `sequence` does not divide the number of tokens of a clip.
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         config = self.config
@@ -205,12 +218,12 @@ class WanTransformer3DModel(nnx.Module):
 
 
 class PatchEmbedding(nnx.Module):
-    """A convolution whose stride equals its kernel size, which makes one token of each patch of
-    each frame. It is computed as a matmul.
+    """Maps each patch of each latent frame to one token by a linear layer. In checkpoints it is a
+    convolution whose stride is its kernel size.
 
     Args:
-        config: configuration of the network: the patches, the channels of the latents and the width
-            of the tokens.
+        config: configuration of the network (`WanConfig`), for the patches, the channels of the
+            latents and the width of the tokens.
         rngs: random number generators for the initial weight. The bias is zero at first.
     """
 
@@ -228,10 +241,10 @@ class PatchEmbedding(nnx.Module):
         """Returns the tokens of clips: frame by frame, and row by row in each frame.
 
         Args:
-            latent: latents. Height and width are multiples of the side of a patch.
+            latent: latents of clips. Height and width are multiples of the side of a patch.
 
         Returns:
-            The tokens, in the dtype of `latent`.
+            The n tokens of each clip, one per patch, in the dtype of `latent`.
         """
         kernel = self.kernel.get_value()
         squares = patches(latent.reshape(-1, *latent.shape[2:]), self.side)
@@ -241,11 +254,11 @@ class PatchEmbedding(nnx.Module):
 
 
 class ConditionEmbedding(nnx.Module):
-    """Embeds the timestep and the text.
+    """The layers that embed the timestep (`condition`) and project the text (`text_embedder`).
 
     Args:
-        d: number of features of the network.
-        text_dim: number of features of a text embedding.
+        d: number of features of a token of the network.
+        text_dim: number of features of a text token, as the text encoder returns it.
         rngs: random number generators for the initial weights.
     """
 
@@ -265,9 +278,9 @@ class ConditionEmbedding(nnx.Module):
             dtype: dtype of the network, to which the embedding is rounded, as in the released code.
 
         Returns:
-            The embedding [b, d], which modulates the output of the network, and six vectors [b, 6,
-            d], which all blocks share: shift, scale and gate of the attention among the tokens,
-            then of the MLP. Both are float32.
+            (embedding, vectors), both float32. The embedding [b, d] modulates the output of the
+            network. All blocks share the six vectors [b, 6, d]: shift, scale and gate of the
+            attention among the tokens, then of the MLP.
         """
         embedded = self.time_embedder(timestep, jnp.float32).astype(dtype)
         vectors = self.time_proj(jax.nn.silu(embedded)).astype(jnp.float32)
@@ -275,10 +288,10 @@ class ConditionEmbedding(nnx.Module):
 
 
 class WanBlock(nnx.Module):
-    """One layer: attention among the tokens of the clip, attention to the text, MLP.
+    """A block: attention among the tokens of the clip, attention to the text, and an MLP.
 
     Args:
-        config: configuration of the network: widths, heads and norms of a block.
+        config: configuration of the network (`WanConfig`), for widths, heads and norms.
         rngs: random number generators for the initial weights.
     """
 
@@ -312,11 +325,12 @@ class WanBlock(nnx.Module):
                 among the tokens, then of the MLP. The block's learned table is added to them here.
             rotation: cosines and sines of the rotary angles of the n tokens: two float32 arrays [1,
                 n, head_dim / 2].
-            fp8_attention: whether the attention among the tokens runs in FP8, without a gradient.
+            fp8_attention: whether the attention among the tokens of the clip is computed in FP8:
+                queries, keys, values and result are in E4M3. No gradient may be taken. Accelerators
+                without FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
-            The tokens after the layer, the sums with the input included, of the shape and dtype of
-            `x`.
+            The tokens after the block, of the shape and dtype of `x`.
         """
         table = self.scale_shift_table.get_value().astype(jnp.float32) + modulation
         shift, scale, gate, shift_ff, scale_ff, gate_ff = jnp.split(table, 6, axis=1)
@@ -328,14 +342,16 @@ class WanBlock(nnx.Module):
 
 
 class ClipAttention(CrossProjection):
-    """Softmax attention of the tokens of a clip to each other. Queries and keys are normalized, all
-    heads together, and then rotated by the positions of the tokens.
+    """Softmax attention of the tokens of a clip to each other. Queries and keys are normalized, if
+    `normed` is set, and then rotated by the positions of the tokens.
 
     Args:
-        widths: `(d, d, d)`: the number of features of a token, twice, and of all heads together.
-        heads: The number of heads, a divisor of d.
-        normed: Whether queries and keys are normalized (RMSNorm), all heads together.
-        bias: Whether the projections to queries, keys and values have biases. The output projection
+        widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
+            together.
+        heads: The number of heads, a divisor of the third width.
+        normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
+            together.
+        bias: Whether the linear layers to queries, keys and values have biases. The output layer
             always has one.
         eps: The epsilon of the norms, 1e-5 by default.
         rngs: Random number generators for the initial weights.
@@ -344,16 +360,19 @@ class ClipAttention(CrossProjection):
     def __call__(
         self, x: Activation, rotation: Rotation, *, fp8_attention: bool = False
     ) -> Float[Array, "b n d"]:
-        """Applies the attention and the output projection; the input is not added.
+        """Applies softmax attention of the tokens to each other, and the output layer.
 
         Args:
-            x: the modulated tokens [b, n, d], an array or a lazy activation.
+            x: the tokens [b, n, d], an array or a lazy activation (one that is computed when it is
+                read).
             rotation: cosines and sines of the rotary angles of the n tokens: two float32 arrays [1,
                 n, head_dim / 2].
-            fp8_attention: whether the attention runs in FP8, without a gradient.
+            fp8_attention: whether attention is computed in FP8: queries, keys, values and result
+                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
+                BF16 from the rounded inputs.
 
         Returns:
-            The attended and projected tokens [b, n, d], in the dtype of `x`.
+            The output [b, n, d], in the dtype of `x`. The input is not added.
         """
         x = as_lazy(x)
         q, k, v = self.project(x, x)

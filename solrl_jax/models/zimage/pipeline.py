@@ -127,8 +127,11 @@ class ZImagePipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, or image
-                or text is too large for the transformer.
+            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, image or
+                text is too large for the transformer, or the size of the mesh axis `sequence` does
+                not divide the number of (padded) tokens.
+            KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
+                "blocks".
         """
         if fp8_attention:
             raise ValueError(
@@ -145,7 +148,7 @@ class ZImagePipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens per prompt, the chat template's included, up to
+            max_tokens: number of tokens per prompt, those of the chat template included, up to
                 `config.max_text_tokens` and 4096. Longer chats are cut, on the right in the
                 released models.
             instruction: ignored: Z-Image takes no instruction.

@@ -48,14 +48,15 @@ class ZImageConfig(ReleasedConfig):
         in_channels: number of channels of the latents.
         dim: number of features of a token, a multiple of `n_heads`.
         n_layers: number of blocks that process image and text together.
-        n_refiner_layers: number of blocks that process the image alone, before those; as many
-            process the text alone.
+        n_refiner_layers: number of blocks that process the image alone, before the blocks of
+            `n_layers`. As many others process the text alone.
         n_heads: number of attention heads.
-        n_kv_heads: must equal `n_heads`.
+        n_kv_heads: number of heads of keys and values. Must equal `n_heads`.
         norm_eps: epsilon of the norms of the blocks and of the text.
         qk_norm: whether each head of queries and keys is normalized.
         cap_feat_dim: number of features of a text token, as the text encoder returns it.
-        siglip_feat_dim: None, the only supported value.
+        siglip_feat_dim: number of features of images in the prompt; only None (no such images) is
+            supported.
         rope_theta: base of the rotary frequencies.
         t_scale: the network embeds the number `t_scale * (1 - sigma)`.
         axes_dims: rotary embedding: how many features of a head are rotated by each of the three
@@ -207,8 +208,11 @@ class ZImageTransformer2DModel(nnx.Module):
             The velocity, of the shape and dtype of `latent`.
 
         Raises:
-            ValueError: height or width is odd, or image or text is larger than `config.axes_lens`
-                allows.
+            ValueError: height or width is odd; image or text is larger than `config.axes_lens`
+                allows; or the size of the mesh axis `sequence` does not divide the number of image
+                tokens, or that of image and text tokens together, with their padding to multiples
+                of 32.
+            KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
         dtype = latent.dtype
@@ -361,7 +365,7 @@ class Block(nnx.Module):
             key_lengths: the number of leading tokens that each sample attends to, at least 1; None:
                 all.
             condition: the embedded timestep, in the dtype of `x`. None: no modulation, even if the
-                block is `modulated`. A block that is not ignores it.
+                block is `modulated`. A block that is not `modulated` ignores it.
 
         Returns:
             The tokens after the block, of the shape and dtype of `x`.

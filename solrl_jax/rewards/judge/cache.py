@@ -36,7 +36,7 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
         A SHA-256 hash of the arguments, 64 hexadecimal digits.
 
     Raises:
-        TypeError: If `identity` holds something that JSON has not.
+        TypeError: If `identity` holds something that JSON cannot represent.
     """
     content = [VERSION, identity, prompt, images]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -100,8 +100,8 @@ class Cache:
 
         Args:
             key: The key of the request, from `cache_key`.
-            scores: Its scores by name, "reward" among them. They must be finite, because `read`
-                refuses an entry with others.
+            scores: The scores of the request by name, "reward" among them. They must be finite,
+                because `read` refuses an entry with others.
 
         Raises:
             Failure: If the file cannot be written, e.g. on a full disk, or another process has it

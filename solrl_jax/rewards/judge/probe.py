@@ -1,4 +1,4 @@
-"""What the endpoint of a judge supports, found out by requests, for `solrl doctor`."""
+"""Finds out by requests what the endpoint of a judge supports, for `solrl doctor`."""
 
 import asyncio
 import dataclasses
@@ -116,7 +116,7 @@ def probe(judge: Judge) -> Support:
                 return answer, absent, time.monotonic() - began
             except Failure as failure:
                 refusal = refusal or failure
-                if "status 4" not in str(failure):
+                if not str(failure).startswith("status 4"):
                     break
         assert refusal is not None
         raise refusal

@@ -25,7 +25,7 @@ from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 from solrl_jax.storage.files import cache_directory
 from solrl_jax.storage.images import to_uint8
 
-# The share of the remaining time of a call after which its last requests fail. The rest is for
+# The fraction of the remaining time of a call after which its last requests fail. The rest is for
 # returning the other scores.
 SHARE = 0.9
 JPEG_QUALITY = 95

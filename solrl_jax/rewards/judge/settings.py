@@ -194,7 +194,7 @@ class JudgeSettings(Section):
             within `request_timeout`, or the status 408, 409, 429 or 5xx.
         cache: Directory in which scores are stored, so that no request is paid for twice. "":
             `solrl_jax/judge` in the user's cache directory (XDG_CACHE_HOME, by default ~/.cache).
-            None: no cache.
+            A leading `~` is expanded. None: no cache.
         api_key_env: Name of the environment variable with the API key. None: OPENAI_API_KEY for
             openai.com and its subdomains, else JUDGE_API_KEY. An entry in ~/.netrc comes first.
     """
@@ -288,8 +288,8 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
 
     Args:
         name: The name of the reward, for messages: "judge" or "judge-NAME".
-        options: Its options, values of JSON by the name of a field of `JudgeSettings`. "base_url"
-            and "model" are required; the others have defaults.
+        options: The options of the judge, values of JSON by the name of a field of `JudgeSettings`.
+            "base_url" and "model" are required; the others have defaults.
 
     Returns:
         The judge: its options, in which `score`, `scale` and `max_tokens` are set where the

@@ -13,7 +13,8 @@ from solrl_jax.rl.sampler import make_schedule
 
 def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | None:
     """Returns the steps at whose beginning an objective that trains on reward gradients is trained.
-    One of them is drawn for each sample.
+    One of them is drawn for each sample. A user's objective, `module:function`, is imported for
+    this.
 
     Args:
         config: The configuration. `algorithm.last_steps` is the number of last steps, or if it is

@@ -96,8 +96,8 @@ class Explorer:
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
-                encoded (`Experiment.encode_prompts`).
+            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         if (steps, noise_start) not in self._schedules:
             schedule = self.make_schedule(steps, noise_start)
@@ -125,8 +125,8 @@ class Explorer:
         Raises:
             KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
-                encoded (`Experiment.encode_prompts`).
+            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         if precision in self._quantizers:
             return self._quantizers[precision]
@@ -151,8 +151,8 @@ class Explorer:
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
-                encoded (`Experiment.encode_prompts`).
+            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         self.schedule(self.explore.num_steps)
         jax.block_until_ready(self.quantizer(self.format.name))
@@ -181,8 +181,8 @@ class Explorer:
             KeyError: If `precision` is no key of `FORMATS`, or the base has no parameter of a path
                 in `adapters`.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
-                encoded (`Experiment.encode_prompts`).
+            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         backbone = self.calibration.backbone
         quantizer = self.quantizer(precision)
@@ -216,8 +216,8 @@ class Explorer:
             KeyError: If the format of the setting is no key of `FORMATS`, or the base has no
                 parameter of a path in `adapters`.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, PermissionError, RunError: If the prompts that are measured on cannot be
-                encoded (`Experiment.encode_prompts`).
+            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+                (`Experiment.encode_prompts`).
         """
         segment = Segment(
             self.policy(adapters, setting.precision), self.schedule(setting.steps, noise_start)

@@ -119,6 +119,8 @@ class ExplorationOption(abc.ABC):
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         """Returns the schedule to explore on: its sigmas and solver coefficients.
 
+        It may sample from the base (`measures`); every process of a run must then call it.
+
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own
                 field.
@@ -140,7 +142,8 @@ class ExplorationOption(abc.ABC):
     ) -> Quantizer:
         """Returns the quantizer of the policy that explores: how each of its weights is quantized.
 
-        It is called only for formats that quantize.
+        It is called only for formats that quantize. It may sample from the base and differentiate
+        it (`measures`); every process of a run must then call it.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own

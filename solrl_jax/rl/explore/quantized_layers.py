@@ -77,8 +77,8 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
         `transformer_blocks/0-12/attn/to_k/kernel`.
 
     Raises:
-        ValueError: If a name or a pattern of the rules matches no linear layer, if there is none,
-            or if the format quantizes and the rules keep every layer.
+        ValueError: If a name or a pattern of the rules matches no linear layer, if the network has
+            none, or if the format quantizes and the rules keep every layer.
     """
     reasons = why_kept(params, rules)
     if all(reasons.values()) and form.quantize:
@@ -329,8 +329,8 @@ def _line(layer: LinearLayer, form: Format, width: int) -> str:
 
 
 def _linear_kernels(params: Params) -> dict[str, Any]:
-    """The kernels of all linear layers: parameters whose path ends in "/kernel" and that have two
-    axes, or three in a stack.
+    """Returns the kernels of all linear layers: parameters whose path ends in "/kernel" and that
+    have two axes, or three in a stack.
 
     Args:
         params: The parameters of the network, or their shapes.
@@ -347,7 +347,7 @@ def _linear_kernels(params: Params) -> dict[str, Any]:
 
 
 def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, int]:
-    """The width of each linear layer: the larger of its numbers of inputs and outputs.
+    """Computes the width of each linear layer: the larger of its numbers of inputs and outputs.
 
     Args:
         kernels: The kernels [in, out] or [layers, in, out] by path, as arrays or shapes.

@@ -60,7 +60,8 @@ def quantize_policy(
         base: The parameters of the base.
         adapters: The trainable parameters of the policy by path: an adapter is merged into the
             base's array, and an array that is trained in full takes its place. A layer without
-            either is quantized as it is in the base.
+            either is quantized as it is in the base. Parameters that are not in `paths` are
+            ignored.
         scale: The factor of the product of LoRA factors, alpha / rank; static.
         paths: The paths of the linear layers to quantize, as a tuple; static.
         quantizer: The function that quantizes each weight, and its extra arrays by path.
@@ -93,6 +94,8 @@ def sync_policy(
     quantizer: Quantizer,
 ) -> Params:
     """Returns the parameters of a policy with some linear layers merged and quantized.
+
+    Every process of a run must call it.
 
     Args:
         backbone: The base and its mesh, which is made the ambient mesh.

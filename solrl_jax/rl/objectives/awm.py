@@ -72,7 +72,7 @@ def awm(
 def _error_near(
     error_old: PerSample, v: Latents, v_old: Latents, target: TrainingTarget
 ) -> PerSample:
-    """The flow-matching loss of `v`, accurate also where it is close to that of `v_old`.
+    """Computes the flow-matching loss of `v`, accurate also where it is close to that of `v_old`.
 
     There it is `error_old` plus the difference of the two losses, so that it equals `error_old`
     exactly for equal velocities. Where the loss of `v` is less than half of `error_old`, it is

@@ -19,7 +19,7 @@ from solrl_jax.rl.objective import (
 def nft(
     velocities: Velocities, target: TrainingTarget, algorithm: AlgorithmConfig
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """The objective of Sol-RL, the loss of DiffusionNFT: `nft_loss` with the configured
+    """Computes the objective of Sol-RL, the loss of DiffusionNFT: `nft_loss` with the configured
     coefficients.
 
     It pulls the policy towards samples of high optimality and pushes it away from the others.
@@ -58,7 +58,7 @@ def nft_loss(
     kl_coef: float,
     adv_clip_max: float,
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """The forward-process loss of DiffusionNFT (arXiv 2509.16117, eq. 5).
+    """Computes the forward-process loss of DiffusionNFT (arXiv 2509.16117, eq. 5).
 
     It pulls the policy towards good samples and pushes it away from bad ones: for a bad sample (q =
     0) the fitted velocity is the mirror image of v about v_old.
@@ -76,7 +76,7 @@ def nft_loss(
             Only v has a gradient.
         target: The noised samples x that are trained on, with their clean latents x0, their sigma
             and their optimality q.
-        beta: The mixing weight of the paper, above 0: the share of v in v_pos, and how far v_neg
+        beta: The mixing weight of the paper, above 0: the weight of v in v_pos, and how far v_neg
             lies on the other side of v_old.
         kl_coef: The weight of the distance to the reference. With 0 the reference is not computed.
         adv_clip_max: The factor of the first term, `algorithm.adv_clip_max`: advantages were

@@ -132,7 +132,8 @@ def _move(
         step: The distance in this unit; below 0 against the gradient.
 
     Returns:
-        The moved latents.
+        `latents + step |anchor| gradient / (|gradient| + 1e-12)`, with norms over the dimensions of
+        each sample.
     """
 
     def norm(x):

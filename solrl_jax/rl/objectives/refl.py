@@ -25,7 +25,7 @@ from solrl_jax.rl.objective import (
 def targets(
     gradient: RewardGradient, anchor: Latents, algorithm: AlgorithmConfig
 ) -> dict[str, Latents]:
-    """The gradient of the reward at the clean latents that the old policy predicts.
+    """Returns the gradient of the reward at the clean latents that the old policy predicts.
 
     Args:
         gradient: Returns the rewards of clean latents, and their gradients. It is called once.

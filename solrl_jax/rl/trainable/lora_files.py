@@ -352,7 +352,7 @@ class _Slot:
     ones: tuple[int, ...]
 
     def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the factors as the run stores them, with all layers of a stack.
+        """Returns the shapes of the factors as the run stores them, with all layers of a stack.
 
         Args:
             rank: The rank of the adapter, at least 1.
@@ -363,7 +363,7 @@ class _Slot:
         return {"a": (*self.layers, self.n_in, rank), "b": (*self.layers, rank, self.n_out)}
 
     def torch_shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
-        """The shapes of the factors A and B as a LoRA file stores them, of one layer.
+        """Returns the shapes of the factors A and B of one layer as a LoRA file stores them.
 
         Args:
             rank: The rank of the adapter, at least 1.

@@ -47,7 +47,7 @@ class LoraSettings:
 
 
 def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) -> dict[str, Any]:
-    """The fields of PEFT's `LoraConfig` for an export.
+    """Returns the fields of PEFT's `LoraConfig` for an export.
 
     Args:
         modules: The diffusers names of the modules that have an adapter, such as
@@ -209,8 +209,9 @@ def layer_alpha(
         The alpha.
 
     Raises:
-        InputError: If the two differ, the alpha is not finite and above 0, or the rank is not the
-            configured one.
+        InputError: If the alpha of the key differs from the configured one, the alpha is not finite
+            and above 0, or there is a configuration whose rank (`r` or `rank_pattern`) is missing
+            or is not `rank`.
     """
     configured = None
     if config is not None:

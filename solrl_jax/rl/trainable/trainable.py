@@ -264,7 +264,7 @@ def map_layers(
 
 
 def flatten(params: Params) -> dict[str, Any]:
-    """The leaves of a tree of parameters by path, such as `blocks/attn/to_q/kernel`.
+    """Returns the leaves of a tree of parameters by path, such as `blocks/attn/to_q/kernel`.
 
     Args:
         params: Nested dicts. Leaves are not copied and may be of any kind.

@@ -93,7 +93,8 @@ def export_transformer(
             files other than an earlier export; if a value is not finite in `dtype`; or if there are
             adapters that do not fit the network or that change nothing. An earlier export is then
             left as it is.
-        RunError: If the disk refuses.
+        RunError: If the disk refuses, `transformer/config.json` of the base cannot be copied, or
+            the file of the adapters does not read back as it was written.
     """
     folder = folder.absolute()
     table = backbone.parameter_table()

@@ -90,7 +90,7 @@ class Corrected(Quantized):
         return matmul_sharded(rest, self.remainder) + inner @ basis_weight
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The matrix that the leaf represents, `remainder + U (U^T W)`, in float32."""
+        """Returns the matrix that the leaf represents, `remainder + U (U^T W)`, in float32."""
         along_basis = self.basis.astype(jnp.float32) @ self.basis_weight.astype(jnp.float32)
         return dequantize(self.remainder) + along_basis
 
@@ -151,7 +151,7 @@ class Probe(Leaf):
         return _probe(x, self.weight.astype(x.dtype), self.basis)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """The plain weight, in float32. The basis plays no part."""
+        """Returns the plain weight, in float32. The basis plays no part."""
         return self.weight.astype(jnp.float32)
 
 
@@ -173,7 +173,7 @@ def _probe(
 
 
 def _probe_forward(x, w, basis):
-    """The forward pass of `_probe`.
+    """Runs the forward pass of `_probe`.
 
     Args:
         x: Inputs [rows, n_in].
@@ -187,7 +187,7 @@ def _probe_forward(x, w, basis):
 
 
 def _probe_backward(residuals, g):
-    """The backward pass of `_probe`.
+    """Runs the backward pass of `_probe`.
 
     Args:
         residuals: The arguments (x, w, basis) of the forward pass.
@@ -238,8 +238,9 @@ class Correction(ExplorationOption):
         quantizer: Quantizer,
         schedule: Schedule,
     ) -> Quantizer:
-        """Measures the principal input directions of each layer on the base, and returns a
-        quantizer that splits each weight along them (`correct`).
+        """Measures the principal input directions of each layer on the base (`principal_inputs`),
+        and returns a quantizer that splits each weight along them (`correct`). Every process of a
+        run must call it.
 
         Args:
             explore: The section `rollout.explore` of the configuration. `correction_rank` is the
@@ -256,8 +257,7 @@ class Correction(ExplorationOption):
 
         Raises:
             numpy.linalg.LinAlgError: If an input of a layer is not finite.
-            InputError, PermissionError, RunError: If the prompts of the calibration cannot be
-                encoded.
+            InputError, OSError, RunError: If the prompts of the calibration cannot be encoded.
         """
         bases = principal_inputs(calibration, paths, explore.correction_rank, schedule)
         return Quantizer(
@@ -297,9 +297,9 @@ def principal_inputs(
     """Measures the principal directions of the inputs of linear layers, those with the largest sum
     of squares (the largest eigenvectors of X^T X, not centered).
 
-    Samples from the base, noises the samples to each sigma of the schedule, and finds the
-    directions of all layers' inputs X by three passes of orthogonal iteration, for which the
-    network is differentiated.
+    Encodes the calibration prompts, samples from the base, noises the samples to each sigma of the
+    schedule, and finds the directions of all layers' inputs X by three passes of orthogonal
+    iteration, for which the network is differentiated. Every process of a run must call it.
 
     Args:
         calibration: The base and the samples to measure on.
@@ -316,7 +316,7 @@ def principal_inputs(
     Raises:
         KeyError: If the base has no parameter of a path.
         numpy.linalg.LinAlgError: If an input of a layer is not finite.
-        InputError, PermissionError, RunError: If the prompts of the calibration cannot be encoded.
+        InputError, OSError, RunError: If the prompts of the calibration cannot be encoded.
     """
     backbone = calibration.backbone
     seed_batch = calibration.seed_batch
@@ -376,7 +376,7 @@ def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict
 
 
 def _orthonormal(x: Float[np.ndarray, "... n r"]) -> Float[np.ndarray, "... n r"]:
-    """Orthonormal columns with the span of those of `x`, the largest directions first.
+    """Computes orthonormal columns with the span of those of `x`, the largest directions first.
 
     They are the left singular vectors, computed on the host in float64. In jaxlib 0.10, several
     stacks of factorizations in one program can deadlock on few CPU cores.

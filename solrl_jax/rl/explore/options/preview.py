@@ -54,7 +54,8 @@ class Preview(ExplorationOption):
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         """Returns the schedule with the first sigmas of the full one and the fitted steps.
 
-        This samples from the base, unless the full schedule itself is returned.
+        This encodes the calibration prompts and samples from the base, unless the full schedule
+        itself is returned. Every process of a run must call it.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which plays no part here.
@@ -68,8 +69,7 @@ class Preview(ExplorationOption):
 
         Raises:
             numpy.linalg.LinAlgError: If the base predicts values that are not finite.
-            InputError, PermissionError, RunError: If the prompts of the calibration cannot be
-                encoded.
+            InputError, OSError, RunError: If the prompts of the calibration cannot be encoded.
         """
         full = calibration.schedule
         if schedule.steps >= full.steps:
