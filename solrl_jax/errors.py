@@ -22,13 +22,14 @@ class InputError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message, or the name of its type if the message is
-    empty.
+    """Returns the first line of an error's message that is not blank, or the name of its type if
+    there is none.
 
     Args:
-        error: The error. If its message begins with a line break, the result is "".
+        error: The error.
     """
-    return next(iter(text(error).splitlines()), type(error).__name__)
+    lines = (line for line in text(error).splitlines() if line.strip())
+    return next(lines, type(error).__name__)
 
 
 def text(error: BaseException) -> str:

@@ -44,12 +44,24 @@ def pytest_collection_finish():
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _release_compiled_programs():
-    """Compiled programs hold memory maps, and a process has only so many of them."""
-    yield
+def release_compiled_programs():
+    """Compiled programs hold memory maps. A process has 65,530 of them, and XLA crashes beyond."""
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _release_after_a_file():
+    yield
+    release_compiled_programs()
+
+
+@pytest.fixture(autouse=True)
+def _release_after_an_exhaustive_test(request):
+    """Some files have so many of them that one file is too much."""
+    yield
+    if request.node.get_closest_marker("exhaustive"):
+        release_compiled_programs()
 
 
 @pytest.fixture(scope="session")

@@ -195,5 +195,5 @@ def _is_ours(path: RunPath) -> bool:
     """
     with contextlib.suppress(OSError, ValueError, TypeError):
         rows = parse_json(read_bytes(path))
-        return isinstance(rows, list) and all("per_prompt" in row for row in rows)
+        return isinstance(rows, list) and bool(rows) and all("per_prompt" in row for row in rows)
     return False

@@ -19,14 +19,14 @@ def samples_per_device(config: Config, groups: int) -> int:
     return min(config.rollout.per_device_batch_size, _divide_up(candidates, groups))
 
 
-def effective_batch(config: Config, devices: int) -> dict[str, int]:
+def effective_batch(config: Config, groups: int) -> dict[str, int]:
     """Computes how the update of one iteration is divided up.
 
     The loss of an iteration is a sum of terms, one per kept sample and trained sigma (noise level).
 
     Args:
         config: The configuration of the run.
-        devices: The number of parts that the terms are split into over the devices, at least 1
+        groups: The number of parts that the terms are split into over the devices, at least 1
             (`parallel.sharding.row_groups`). Devices that share their samples count as one.
 
     Returns:
@@ -45,25 +45,25 @@ def effective_batch(config: Config, devices: int) -> dict[str, int]:
         "terms": config.num_terms,
         "optimizer_steps": steps,
         "terms_per_step": config.num_terms // steps,
-        "terms_per_step_per_device": _divide_up(config.num_terms, steps * devices),
-        "accumulation": _divide_up(config.num_terms, steps * batch_size * devices),
+        "terms_per_step_per_device": _divide_up(config.num_terms, steps * groups),
+        "accumulation": _divide_up(config.num_terms, steps * batch_size * groups),
     }
 
 
-def describe_batch(config: Config, devices: int) -> str:
+def describe_batch(config: Config, groups: int) -> str:
     """Returns the line about the batch that is printed when a run starts.
 
     Args:
         config: The configuration of the run.
-        devices: The number of parts that the terms are split into over the devices, at least 1
-            (`parallel.sharding.row_groups`). The line calls them devices.
+        groups: The number of parts that the terms are split into over the devices, at least 1
+            (`parallel.sharding.row_groups`): the data-parallel ranks.
 
     Returns:
         One line without a line break, e.g. "batch: 48 prompts x 24 kept x 6 sigmas = 6912 terms per
-        iteration, in 1 optimizer step(s) of 6912; 864 per step on each of 8 device(s), accumulated
-        over 54 batch(es) of 16".
+        iteration, in 1 optimizer step(s) of 6912; 864 per step on each of 8 data-parallel rank(s),
+        accumulated over 54 batch(es) of 16".
     """
-    batch = effective_batch(config, devices)
+    batch = effective_batch(config, groups)
     prompts = config.train.num_prompts
     sigmas = config.num_train_sigmas
     batch_size = config.optimizer.per_device_batch_size
@@ -71,7 +71,8 @@ def describe_batch(config: Config, devices: int) -> str:
         f"batch: {prompts} prompts x {config.rollout.kept} kept x {sigmas} sigmas"
         f" = {batch['terms']} terms per iteration, in {batch['optimizer_steps']} optimizer step(s)"
         f" of {batch['terms_per_step']}; {batch['terms_per_step_per_device']} per step on each of"
-        f" {devices} device(s), accumulated over {batch['accumulation']} batch(es) of {batch_size}"
+        f" {groups} data-parallel rank(s), accumulated over {batch['accumulation']} batch(es) of"
+        f" {batch_size}"
     )
 
 

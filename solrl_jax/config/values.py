@@ -74,9 +74,9 @@ def expand_home(path: str) -> str:
 def contains_secret(name: str) -> bool:
     """Returns whether the name of a reward is a URL that seems to contain a password or a token.
 
-    That is a user name or password before the host, or a word such as "key", "token" or "pass"
-    anywhere in the parameters (after "?" or "#"), in any case of letters. A run records its
-    configuration, so such URLs are refused.
+    That is a user name or password before the host, or a parameter (after "?" or "#") whose name
+    contains a word such as "key", "token" or "pass", in any case of letters. Text without "=" counts
+    as a name. A run records its configuration, so such URLs are refused.
 
     Args:
         name: The name of a reward. If it contains no "://", the result is False.
@@ -87,9 +87,10 @@ def contains_secret(name: str) -> bool:
     if "://" not in name:
         return False
     url = urllib.parse.urlsplit(name)
-    words = r"key|token|secret|pass|auth|sig"
-    parameters = url.query + url.fragment
-    return "@" in url.netloc or re.search(words, parameters, re.IGNORECASE) is not None
+    words = r"key|token|secret|pass|auth|signature|^sig$"
+    parameters = re.split("[&;?]", f"{url.query}&{url.fragment}")
+    names = [parameter.partition("=")[0] for parameter in parameters]
+    return "@" in url.netloc or any(re.search(words, name, re.IGNORECASE) for name in names)
 
 
 def _parse_number(value: Any) -> Any:

@@ -142,7 +142,8 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
     if not (address and is_number(port) and 0 < int(port) < 2**16):
         raise InputError(f"coordinator={coordinator}: expected HOST:PORT")
     end = time.monotonic() + START
-    problem = _call(mine, (address, int(port)), end) if mine else _listen(count, int(port), end)
+    server = (address.strip("[]"), int(port))  # an IPv6 address is written in brackets
+    problem = _call(mine, server, end) if mine else _listen(count, int(port), end)
     if problem:
         raise RunError(f"hosts={count}, coordinator={coordinator}: {problem}")
 

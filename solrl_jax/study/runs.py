@@ -187,7 +187,8 @@ def _train(run: Run, out: Path, processes: int, children: _Children) -> str | No
 
     Returns:
         None if it succeeded. Otherwise why the run failed: the signal that ended it, the last line
-        of its output, or that the study was stopped before it was started.
+        of its output (its exit code if there is none), or that the study was stopped before it was
+        started.
 
     Raises:
         RunError: If the disk refuses the output.
@@ -211,7 +212,8 @@ def _train(run: Run, out: Path, processes: int, children: _Children) -> str | No
         return None
     if code < 0:
         return f"ended by signal {-code}; its output is in {log}"
-    return log.read_text(errors="replace").strip().rpartition("\n")[2].removeprefix("solrl: ")
+    last = log.read_text(errors="replace").strip().rpartition("\n")[2].removeprefix("solrl: ")
+    return last or f"ended with exit code {code} and printed nothing"
 
 
 def _gain(run: Run) -> str:

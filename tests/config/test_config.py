@@ -17,7 +17,7 @@ from solrl_jax.config.sizes import (
     pixel_shape,
     training_sizes,
 )
-from solrl_jax.config.values import ConfigError
+from solrl_jax.config.values import ConfigError, contains_secret
 
 TINY = resolve("tiny")
 
@@ -122,6 +122,10 @@ BAD = [
     ),
     (
         "reward=http://me:secret@localhost:1/",
+        "reward: the URL of a service must contain no user name, password or token, .*",
+    ),
+    (
+        "reward=http://localhost:1/?size=2&api_key=x",
         "reward: the URL of a service must contain no user name, password or token, .*",
     ),
     # rules between fields
@@ -233,6 +237,19 @@ def test_sizes_of_clips_have_the_models_frames_unless_they_have_their_own():
     assert none == (((480, 832),), (480, 832), (64, 64))
     assert pixel_shape((4, 6)) == (4, 6, 3)
     assert pixel_shape((4, 6, 9)) == (9, 4, 6, 3)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "refused"),
+    [
+        ("?model=design&q=keyboard#page=1", False),
+        ("?X-Amz-Signature=1", True),
+        ("?size=1&sig=2", True),
+        ("#api-key", True),
+    ],
+)
+def test_a_secret_is_known_by_the_name_of_its_parameter(parameters, refused):
+    assert contains_secret(f"http://localhost:1/score{parameters}") == refused
 
 
 def test_effective_batch_of_the_paper():
