@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import gaussian_filter
 
 from solrl_jax.data.prompts import EMBEDDED_FOLDER
-from solrl_jax.rewards.ocr import ocr, target
+from solrl_jax.rewards.ocr import ocr, requested_words
 
 BAR = 100  # images per minute
 PIECE = 5  # images per call
@@ -88,7 +88,12 @@ def draw(prompt: str, size: int, seed: int) -> np.ndarray:
     font = ImageFont.load_default(float(rng.uniform(0.06, 0.1)) * size)
     x, y = (float(middle) for middle in rng.uniform(0.4, 0.6, 2) * size)
     ImageDraw.Draw(image).text(
-        (x, y), target(prompt, {}).replace(" ", "\n"), ink, font, anchor="mm", align="center"
+        (x, y),
+        requested_words(prompt, {}).replace(" ", "\n"),
+        ink,
+        font,
+        anchor="mm",
+        align="center",
     )
     return np.asarray(image, np.float32) / 255
 

@@ -94,7 +94,7 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     config = None if preset is None else resolve(preset, overrides)
     summary = machine()
     if config is not None:
-        wanted = needs(config) | {"proposal": proposal(config)}
+        wanted = find_missing(config) | {"proposal": proposal(config)}
         summary |= wanted | {"missing": summary["missing"] + wanted["missing"]}
     finish(summary, as_json, table(summary))
     if missing := summary["missing"]:
@@ -169,7 +169,7 @@ def machine() -> dict[str, Any]:
     }
 
 
-def needs(config: Config) -> dict[str, Any]:
+def find_missing(config: Config) -> dict[str, Any]:
     """Finds what this machine lacks to run a configuration. Loads no weights, and downloads nothing
     but prompt sets of the hub that its cache lacks.
 

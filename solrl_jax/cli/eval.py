@@ -124,7 +124,7 @@ def command(
         refuse_existing("gallery", [gallery], force)
         writable_directory(gallery.absolute().parent, "--gallery")
     config, _ = configuration(target, overrides, preset, trust=trust)
-    overrides += _watched(config, rewards)
+    overrides += _eval_only_override(config, rewards)
     if other is not None:
         # Only the policy of the other one is used, with the settings and rewards of the first.
         find_checkpoint(other, "latest")  # raises before weights are loaded
@@ -179,7 +179,7 @@ def command(
     )
 
 
-def _watched(config: Config, names: str | None) -> tuple[str, ...]:
+def _eval_only_override(config: Config, names: str | None) -> tuple[str, ...]:
     """Returns the override for the option `--rewards`, the rewards to compute beside the trained
     ones.
 

@@ -21,7 +21,7 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve_format
 from solrl_jax.rl.experiment import first_device_info, load_prompt_sets
 from solrl_jax.rl.explore import quantized_layers
-from solrl_jax.rl.sensitivity import measure, proposed, table
+from solrl_jax.rl.sensitivity import measure, propose_unquantized, table
 from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
 
 DROP = 0.02  # by how much a proposed rule may lower the rank correlation (Spearman)
@@ -105,7 +105,7 @@ def command(
                 progress.update(done)
 
             exact, groups = measure(experiment, adapters, sensitivity, show)
-        skip = proposed(exact, groups, exact - (DROP if drop is None else drop))
+        skip = propose_unquantized(exact, groups, exact - (DROP if drop is None else drop))
         summary = {
             "exact": exact,
             "groups": [dataclasses.asdict(group) for group in groups],

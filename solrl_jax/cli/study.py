@@ -8,7 +8,7 @@ import click
 
 from solrl_jax.cli.options import PATH, TARGET, finish, json_option
 from solrl_jax.errors import InputError, one_line
-from solrl_jax.storage.files import only_user, writable_directory
+from solrl_jax.storage.files import exclusive_lock, writable_directory
 from solrl_jax.study import page, summary
 from solrl_jax.study.cost import find_prices
 from solrl_jax.study.plan import read_plan, runs_of
@@ -88,7 +88,7 @@ def command(
     writable_directory(folder, "--out")
     page.refuse_foreign(folder, () if compare_only else map(log_of, runs))
     if not compare_only:  # comparing is possible while another process trains
-        with only_user(folder):
+        with exclusive_lock(folder):
             workers = processes or os.cpu_count() or 1
             failed = dict(train(runs, folder, workers, _print_progress))
     study, courses = summary.summarize(name, study_plan, runs, price_table, failed)

@@ -75,8 +75,8 @@ def contains_secret(name: str) -> bool:
     """Returns whether the name of a reward is a URL that seems to contain a password or a token.
 
     That is a user name or password before the host, or a parameter (after "?" or "#") whose name
-    contains a word such as "key", "token" or "pass", in any case of letters. Text without "=" counts
-    as a name. A run records its configuration, so such URLs are refused.
+    contains a word such as "key", "token" or "pass", in any case of letters. Text without "="
+    counts as a name. A run records its configuration, so such URLs are refused.
 
     Args:
         name: The name of a reward. If it contains no "://", the result is False.

@@ -375,7 +375,7 @@ def plan(
             for phase in phases
             if phase["peak"] > usable
         },
-        "faster": faster(planner, free_bytes),
+        "faster": suggest_faster_settings(planner, free_bytes),
         **totals(planner, phases),
         "assumptions": list(assumptions(planner)),
     }
@@ -390,7 +390,7 @@ def arrays(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
-def faster(planner: Planner, left: dict[str, int]) -> dict[str, str]:
+def suggest_faster_settings(planner: Planner, left: dict[str, int]) -> dict[str, str]:
     """Suggests settings with which an iteration may take less time.
 
     There are two: `rollout.explore.precision=auto`, if the device can only emulate the present

@@ -46,7 +46,7 @@ def gated_conv(
     images = value.reshape(len(value), *grid, -1)
     images = silu(images).astype(images.dtype)
     if tokens_are_sharded():
-        y = _conv_of_all_rows(images, kernel, bias)
+        y = _conv_of_own_rows(images, kernel, bias)
     else:
         y = depthwise_conv(images, kernel, bias)
     y, gate = jnp.split(y, 2, axis=-1)
@@ -54,7 +54,7 @@ def gated_conv(
     return (y * silu(gate).astype(y.dtype)).reshape(*value.shape[:2], -1)
 
 
-def _conv_of_all_rows(
+def _conv_of_own_rows(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"], bias: Float[Array, " c"]
 ) -> Float[Array, "b h w c"]:
     """Computes `depthwise_conv` under sequence parallelism: fetches the rows that the convolution

@@ -53,7 +53,8 @@ class Blocks:
             numbers of rows and of columns in `grid`; this is not checked.
         grid: The number of rows and of columns of tokens of the image, which are in raster order.
         eps: Added to the ReLU of queries and keys. The default adds nothing.
-        least: Added to the denominator of the attention, so that it is not 0. The default is 1e-15.
+        denominator_eps: Added to the denominator of the attention, so that it is not 0. The default
+            is 1e-15.
         released: Which denominator a query q of block i has, with the mixing weights m_ib and the
             sum z_b of the keys of block b. False, as in the paper: `q . sum_b m_ib z_b`. True, as
             in MHLA's released code: `sum_b m_ib q_b . z_b`, where q_b is the query at the same
@@ -63,7 +64,7 @@ class Blocks:
     layout: tuple[int, int]
     grid: tuple[int, int]
     eps: float = 0.0
-    least: float = 1e-15
+    denominator_eps: float = 1e-15
     released: bool = False
 
     @property
@@ -100,12 +101,12 @@ def linear_attention(
 
     For each head, a query q becomes
 
-        f(q) S / (f(q) . z + least)         S = sum f(k) v^T, z = sum f(k), over all keys
+        f(q) S / (f(q) . z + denominator_eps)         S = sum f(k) v^T, z = sum f(k), over all keys
 
-    with eps 0 and least 1e-15. With blocks, each block b of the image has its own sums S_b and z_b
-    over its keys, and a query of block i becomes, with the mixing matrix m,
+    with eps 0 and denominator_eps 1e-15. With blocks, each block b of the image has its own sums
+    S_b and z_b over its keys, and a query of block i becomes, with the mixing matrix m,
 
-        f(q) (sum_b m_ib S_b) / (f(q) . (sum_b m_ib z_b) + least)
+        f(q) (sum_b m_ib S_b) / (f(q) . (sum_b m_ib z_b) + denominator_eps)
 
     In the released variant, the first term of its denominator is `sum_b m_ib f(q_b) . z_b`, where
     q_b is the query at the same place in block b.
@@ -123,8 +124,8 @@ def linear_attention(
         k: Keys [b, n, d] before their feature, as `q`.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image, with eps, least and the variant; not for use under sequence
-            parallelism. None: no blocks, whatever `mix` is.
+        blocks: The blocks of the image, with eps, denominator_eps and the variant; not for use
+            under sequence parallelism. None: no blocks, whatever `mix` is.
         mix: The mixing matrix m [blocks, blocks]; row i belongs to the queries of block i. None: no
             blocks, whatever `blocks` is.
 
@@ -199,7 +200,8 @@ def reference(
     state = jnp.einsum("bnhk,bnhv->bhkv", keys, values, preferred_element_type=jnp.float32)
     numerator = jnp.einsum("bnhk,bhkv->bnhv", queries, state)
     denominator = jnp.einsum("bnhk,bhk->bnh", queries, keys.sum(1, dtype=jnp.float32))
-    return (numerator / (denominator[..., None] + Blocks.least)).reshape(q.shape).astype(q.dtype)
+    attended = numerator / (denominator[..., None] + Blocks.denominator_eps)
+    return attended.reshape(q.shape).astype(q.dtype)
 
 
 def mixed_reference(
@@ -217,10 +219,10 @@ def mixed_reference(
     With the feature f(x) = relu(x) + eps, S_b the sum of f(k) v^T and z_b that of f(k) over the
     keys of block b, a query of block i becomes, for each head,
 
-        f(q) (sum_b m_ib S_b) / (f(q) . sum_b m_ib z_b + least)
+        f(q) (sum_b m_ib S_b) / (f(q) . sum_b m_ib z_b + denominator_eps)
 
     In the variant of the released code (`blocks.released`), the denominator is `sum_b m_ib f(q_b) .
-    z_b + least`, where q_b is the query at the same place in block b.
+    z_b + denominator_eps`, where q_b is the query at the same place in block b.
 
     Args:
         q: Queries [b, n, d] before their feature, heads side by side. n is the product of
@@ -228,8 +230,8 @@ def mixed_reference(
         k: Keys [b, n, d] before their feature, heads side by side.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: How the tokens are divided into blocks; also eps, least, and whether the variant is
-            the released one.
+        blocks: How the tokens are divided into blocks; also eps, denominator_eps, and whether the
+            variant is the released one.
         mix: The matrix m of the formula, [blocks.count, blocks.count], of any floating-point dtype;
             cast to float32. Row i belongs to the queries of block i.
 
@@ -273,7 +275,7 @@ def mixed_reference(
     else:
         denominator = dot_queries(mix_by_sum(sums))
     denominator = denominator.transpose(0, 1, 3, 2, 4, 5)[..., None]
-    return (numerator / (denominator + blocks.least)).reshape(v.shape).astype(v.dtype)
+    return (numerator / (denominator + blocks.denominator_eps)).reshape(v.shape).astype(v.dtype)
 
 
 def exact_in_float32(*factors: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
@@ -637,7 +639,9 @@ def _forward(head: _Head, *refs: Any) -> None:
         def attend_group(tokens: Any, _: Any) -> None:
             queries = head.feature(q(tokens), tokens)
             denominator = (queries.astype(jnp.float32) * total).sum(1, keepdims=True)
-            head.store(out, tokens, _wide_dot(queries, state) / (denominator + head.blocks.least))
+            head.store(
+                out, tokens, _wide_dot(queries, state) / (denominator + head.blocks.denominator_eps)
+            )
 
         head.scan_block(block, attend_group, None)
 
@@ -672,7 +676,7 @@ def _backward(head: _Head, *refs: Any) -> None:
             x = head.feature(signed, tokens)
             g_bf16 = g.astype(jnp.bfloat16)
             x32 = x.astype(jnp.float32)
-            inverse = 1 / ((x32 * total).sum(1, keepdims=True) + head.blocks.least)
+            inverse = 1 / ((x32 * total).sum(1, keepdims=True) + head.blocks.denominator_eps)
             g_denominator = -(g * _wide_dot(x, state)).sum(1, keepdims=True) * inverse * inverse
             g_queries = _wide_dot(g_bf16, state.T) * inverse + g_denominator * total
             head.store(q_gradient, tokens, jnp.where(signed > 0, g_queries, 0.0))

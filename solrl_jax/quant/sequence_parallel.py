@@ -198,7 +198,7 @@ def pairs_to_tokens(x: Float[Array, "own tokens ..."], pairs: int) -> Float[Arra
     return jax.lax.all_to_all(x, SEQUENCE, split_axis=1, concat_axis=0, tiled=True)[:pairs]
 
 
-def own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
+def select_own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
     """Selects the pairs of this device, as `tokens_to_pairs` does. For use in a kernel.
 
     Args:

@@ -17,7 +17,7 @@ from solrl_jax.models.loading.weights import locate_tensors
 from solrl_jax.models.vision.clip import CLIPConfig, VisionModel
 from solrl_jax.models.vision.image_resize import Preprocessing
 from solrl_jax.models.vision.score_head import ScoreHead
-from solrl_jax.rewards.clip import unit
+from solrl_jax.rewards.clip import normalize_vectors
 from solrl_jax.rewards.network import NetworkReward, open_network, score_in_parts
 from solrl_jax.rewards.protocol import Scores
 from solrl_jax.rewards.sources import find
@@ -127,7 +127,7 @@ def aesthetic_scores(
         {"reward": the ratings, float32 [b]}.
     """
     images, _ = rows
-    embedding = unit(encoder(encoder.gather(params["encoder"]))(preprocess(images)))
+    embedding = normalize_vectors(encoder(encoder.gather(params["encoder"]))(preprocess(images)))
     return {"reward": head(head.gather(params["head"]))(embedding)}
 
 

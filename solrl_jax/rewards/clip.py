@@ -176,7 +176,7 @@ def tiny_clip(paths: Mapping[str, str]) -> NetworkReward:
     return NetworkReward(
         networks={"clip": network},
         prepare=partial(tokenize, folder, length=length),
-        score=partial(score_in_parts, partial(cosine_scores, network, normalize, None)),
+        score=partial(score_in_parts, partial(cosine_scores, network, normalize_pixels, None)),
     )
 
 
@@ -243,15 +243,15 @@ def cosine_scores(
     """
     images, tokens = rows
     model = network(network.gather(params["clip"]))
-    image = unit(model.encode_image(preprocess(images)))
-    text = unit(model.encode_text(tokens["ids"], tokens["mask"]))
+    image = normalize_vectors(model.encode_image(preprocess(images)))
+    text = normalize_vectors(model.encode_text(tokens["ids"], tokens["mask"]))
     cosine = (image * text).sum(-1)
     if divisor is None:
         return {"reward": cosine}
     return {"reward": jnp.exp(model.logit_scale.get_value()) / divisor * cosine}
 
 
-def normalize(images: Float[Array, "b H W 3"]) -> Float[Array, "b H W 3"]:
+def normalize_pixels(images: Float[Array, "b H W 3"]) -> Float[Array, "b H W 3"]:
     """Normalizes images by the mean and standard deviation of CLIP's training images.
 
     There is no resizing.
@@ -265,7 +265,7 @@ def normalize(images: Float[Array, "b H W 3"]) -> Float[Array, "b H W 3"]:
     return (images - MEAN) / STD
 
 
-def unit(x: Float[Array, "b d"]) -> Float[Array, "b d"]:
+def normalize_vectors(x: Float[Array, "b d"]) -> Float[Array, "b d"]:
     """Divides vectors by their Euclidean lengths.
 
     Args:

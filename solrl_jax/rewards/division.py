@@ -282,8 +282,8 @@ def divided_scoring(
         for row in indices
         if start + row < len(prompts)
     ]
-    in_groups = tuple(reward for reward in host.rewards if reward.in_groups)
-    alone = tuple(reward for reward in host.rewards if not reward.in_groups)
+    in_groups = tuple(reward for reward in host.rewards if reward.compares)
+    alone = tuple(reward for reward in host.rewards if not reward.compares)
     shares = []
     with contextlib.ExitStack() as stack:
         if jax.process_count() == 1 or not in_groups:

@@ -43,7 +43,7 @@ ENDED = 99
 # Seconds that a call may take outside of a worker process.
 DEFAULT_SECONDS = 120.0
 # A run that skips failures stops after this many failed calls of one reward in a row.
-MOST_FAILURES = 32
+MAX_FAILURES_IN_A_ROW = 32
 
 # Images [n, H, W, 3], or clips [n, T, H, W, 3] for rewards of whole clips.
 Images = Float[np.ndarray, "n ... 3"]
@@ -248,7 +248,7 @@ class Workers:
 
 
 @functools.cache
-def workers(count: int, timeout: float) -> Workers:
+def shared_workers(count: int, timeout: float) -> Workers:
     """Returns the pool of worker processes of this program for these settings.
 
     The pool is created by the first call with these settings and shared from then on, because
@@ -302,7 +302,7 @@ class Scoring:
         self._host = host
         self._prompts = prompts
         self._num_added = 0
-        self._workers = workers(host.workers, host.timeout)
+        self._workers = shared_workers(host.workers, host.timeout)
         self._groups = group_slices(prompts, host.group_size) if groups is None else list(groups)
         # Images of the group that is not complete yet.
         self._pending: list[Images] = []
@@ -337,7 +337,7 @@ class Scoring:
             self._gather(self._running_chunks.pop(0))
         calls = []
         for reward in self._host.rewards:
-            if reward.in_groups:
+            if reward.compares:
                 continue
             share = math.ceil(len(images) / self._workers.count)
             size = max(min(reward.batch, share), 1)
@@ -362,7 +362,7 @@ class Scoring:
             For each call: the reward, the range of the group among all images, and the function
             that waits for the result. There is one call per group and reward.
         """
-        rewards = [reward for reward in self._host.rewards if reward.in_groups]
+        rewards = [reward for reward in self._host.rewards if reward.compares]
         if not rewards:
             return []
         calls = []
@@ -466,7 +466,7 @@ class Scoring:
 
         Raises:
             RewardError: If failed calls are not skipped (`HostRewards.skip` is false), or if this
-                is the 32nd call of the reward in a row without any score (`MOST_FAILURES`).
+                is the 32nd call of the reward in a row without any score (`MAX_FAILURES_IN_A_ROW`).
         """
         count = rows.stop - rows.start
         num_failed = int(np.isnan(answer["reward"]).sum()) if answer else count
@@ -479,8 +479,8 @@ class Scoring:
             raise RewardError(message)
         in_a_row = self._host.failures_in_a_row
         in_a_row[reward.name] = in_a_row[reward.name] + 1 if num_failed == count else 0
-        if in_a_row[reward.name] >= MOST_FAILURES:
-            raise RewardError(f"{message}; {MOST_FAILURES} calls in a row failed")
+        if in_a_row[reward.name] >= MAX_FAILURES_IN_A_ROW:
+            raise RewardError(f"{message}; {MAX_FAILURES_IN_A_ROW} calls in a row failed")
         self.failed[reward.name] += num_failed
         self._first_failures.setdefault(reward.name, message)
 
@@ -521,11 +521,11 @@ def scoring(
     try:
         yield Scoring(host, prompts, groups)
     except BaseException:
-        workers(host.workers, host.timeout).close()
+        shared_workers(host.workers, host.timeout).close()
         raise
 
 
-def trial(host: HostRewards, prompts: Sequence[Prompt], size: Sequence[int]) -> None:
+def score_gray_images(host: HostRewards, prompts: Sequence[Prompt], size: Sequence[int]) -> None:
     """Scores gray images once, so that a reward that always fails is noticed early.
 
     The scores are dropped. These are real calls: services and judges get requests. Also starts the
@@ -544,7 +544,7 @@ def trial(host: HostRewards, prompts: Sequence[Prompt], size: Sequence[int]) -> 
         RewardError: If a call failed and failures are not skipped, or if 32 calls of one reward in
             a row gave no score at all.
     """
-    if any(reward.in_groups for reward in host.rewards):
+    if any(reward.compares for reward in host.rewards):
         prompts = [prompt for prompt in prompts for _ in range(2)]
     for clips, shape in ((False, size[:2]), (True, (*size[2:], *size[:2]))):
         part = host.select(clips=clips)

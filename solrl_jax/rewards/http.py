@@ -26,7 +26,7 @@ from solrl_jax.storage.images import to_uint8
 from solrl_jax.storage.readers import parse_json
 
 # The largest answer in bytes.
-MOST = 2**20
+MAX_ANSWER_BYTES = 2**20
 # The status codes of a service that is busy or starting. The request is repeated.
 RETRIED = (429, 502, 503, 504)
 
@@ -62,8 +62,8 @@ def http(
         ValueError: If the images are not RGB, or the arguments differ in length.
         TypeError: If metadata holds something that JSON cannot represent, such as a date.
         Failure: If there is no answer, a redirect, a status of 400 or more after the last attempt,
-            an answer of more than 2**20 bytes (`MOST`), or no {"scores": [...]} with numbers and
-            nulls in it.
+            an answer of more than 2**20 bytes (`MAX_ANSWER_BYTES`), or no {"scores": [...]} with
+            numbers and nulls in it.
     """
     check_arguments(url, images, prompts, metadata)
     body: Any = {
@@ -146,12 +146,12 @@ def _read_body(answer: requests.Response) -> bytes:
         answer: An answer whose body has not been read (`stream=True`).
 
     Raises:
-        Failure: If the body is longer than 2**20 bytes (`MOST`).
+        Failure: If the body is longer than 2**20 bytes (`MAX_ANSWER_BYTES`).
         requests.RequestException: If the connection ends, or the body cannot be decompressed.
     """
     text = b""
     for part in answer.iter_content(2**16):
         text += part
-        if len(text) > MOST:
-            raise Failure(f"an answer of more than {MOST} bytes")
+        if len(text) > MAX_ANSWER_BYTES:
+            raise Failure(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
     return text

@@ -60,7 +60,9 @@ def ocr(
     check_arguments("ocr", images, prompts, metadata)
     if type(threads) is not int or threads < 1:
         raise ValueError(f"reward 'ocr': threads={threads!r}: expected an integer of at least 1")
-    targets = [target(prompt, mapping) for prompt, mapping in zip(prompts, metadata, strict=True)]
+    targets = [
+        requested_words(prompt, mapping) for prompt, mapping in zip(prompts, metadata, strict=True)
+    ]
     scores = np.full(len(images), np.nan, np.float32)
     for i in np.flatnonzero(finite_images(images)):
         scores[i] = similarity(open_reader(threads)(to_uint8(images[i])), targets[i])
@@ -81,13 +83,13 @@ def check(prompt: str, metadata: Metadata, **options: Any) -> None:
         ValueError: If there are no words, or something else than a text under "text". The message
             names the prompt.
     """
-    target(prompt, metadata)
+    requested_words(prompt, metadata)
 
 
 ocr.check = check  # type: ignore[attr-defined]
 
 
-def target(prompt: str, metadata: Metadata) -> str:
+def requested_words(prompt: str, metadata: Metadata) -> str:
     """Returns the words that an image should show, as they are written.
 
     Args:

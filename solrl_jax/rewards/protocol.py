@@ -102,7 +102,7 @@ class HostReward:
     clips: bool = False
 
     @property
-    def in_groups(self) -> bool:
+    def compares(self) -> bool:
         """Whether the reward compares candidates of one prompt: `groupwise` or `pairwise`.
 
         A worker process then gets a group (the candidates of a prompt, or a part of them if they

@@ -352,7 +352,7 @@ def open_rewards(
                 rewards[name] = entry.open(settings.paths)
     if settings.frames > 1:
         for name, reward in rewards.items():
-            compares = reward.groupwise if isinstance(reward, Reward) else reward.in_groups
+            compares = reward.groupwise if isinstance(reward, Reward) else reward.compares
             if compares and not reward.clips:
                 raise InputError(
                     f"reward.frames={settings.frames}: must be 1 with the reward '{name}', which "

@@ -24,7 +24,7 @@ from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant.formats import DeviceInfo, resolve_format, scoring_dtypes
-from solrl_jax.rewards.host import trial
+from solrl_jax.rewards.host import score_gray_images
 from solrl_jax.rewards.protocol import Reward, check_prompts, score_samples
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rl.explore.continuation import find_query_steps
@@ -557,7 +557,7 @@ def _check_scoring(
                 partial(score_samples, part), part.params, inputs, prepared, np.arange(2)
             )
     if reward.host is not None:
-        trial(reward.host, prompts, size)
+        score_gray_images(reward.host, prompts, size)
 
 
 def _check_guidance(config: Config, pipeline: Pipeline) -> None:

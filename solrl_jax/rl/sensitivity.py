@@ -142,7 +142,7 @@ def measure(
     return exact, results
 
 
-def proposed(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[str]:
+def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: float) -> list[str]:
     """Proposes the groups that should stay in the training precision, so that the correlation stays
     at least `floor`.
 

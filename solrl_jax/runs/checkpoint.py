@@ -167,7 +167,7 @@ def verify(path: RunPath, *, contents: bool = True) -> None:
     if isinstance(path, StorePath):
         reason = files.stored_damage(path)
     else:
-        reason = files.damage(path, contents=contents)
+        reason = files.find_damage(path, contents=contents)
     if reason is not None:
         raise CheckpointError(f"{path}: {reason}")
     header = _read_header(path)
@@ -336,7 +336,7 @@ def _local_copy(path: StorePath) -> Iterator[Path]:
             reason = files.disk_reason(error)
             raise CheckpointError(f"{path}: cannot be copied: {reason}") from error
         if jax.process_index():  # `restore` verifies the copy of the first process
-            damage = files.damage(copy)
+            damage = files.find_damage(copy)
             if damage is not None:
                 raise CheckpointError(f"{path}: {damage}")
 

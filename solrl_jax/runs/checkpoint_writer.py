@@ -94,7 +94,7 @@ def begin(
     def publish() -> None:
         merge()
         (temporary / META).write_text(header)
-        files.seal(temporary)
+        files.write_manifest(temporary)
         files.publish(temporary, target, replaced=root / (target.name + REPLACED))
 
     def finish() -> Path:

@@ -132,7 +132,7 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
         )
 
 
-def claim(folder: RunPath, config: Config) -> None:
+def write_config(folder: RunPath, config: Config) -> None:
     """Makes an existing directory the run directory of `config`.
 
     Creates an empty directory `checkpoints` in it if there is none, then writes `config.yaml`,

@@ -49,7 +49,7 @@ class License(NamedTuple):
     license_link: str | None = None
 
 
-def _other(name: str, repository: str, file: str) -> License:
+def _other_license(name: str, repository: str, file: str) -> License:
     """Returns a license that the hub has no identifier for.
 
     Args:
@@ -76,16 +76,18 @@ _STABILITY = (
 _FLUX = "flux-non-commercial-license"
 _BFL = "black-forest-labs"
 # The licenses of the models that presets name.
-LICENCES = {
-    **{name: _other("nscl-v2-custom", name, "LICENSE.txt") for name in _SANA},
-    **{name: _other("stabilityai-ai-community", name, "LICENSE.md") for name in _STABILITY},
-    f"{_BFL}/FLUX.1-dev": _other(
+LICENSES = {
+    **{name: _other_license("nscl-v2-custom", name, "LICENSE.txt") for name in _SANA},
+    **{name: _other_license("stabilityai-ai-community", name, "LICENSE.md") for name in _STABILITY},
+    f"{_BFL}/FLUX.1-dev": _other_license(
         "flux-1-dev-non-commercial-license", f"{_BFL}/FLUX.1-dev", "LICENSE.md"
     ),
     f"{_BFL}/FLUX.2-klein-4B": License("apache-2.0"),
     f"{_BFL}/FLUX.2-klein-base-4B": License("apache-2.0"),
-    f"{_BFL}/FLUX.2-klein-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-9B", "LICENSE.md"),
-    f"{_BFL}/FLUX.2-klein-base-9B": _other(_FLUX, f"{_BFL}/FLUX.2-klein-base-9B", "LICENSE.md"),
+    f"{_BFL}/FLUX.2-klein-9B": _other_license(_FLUX, f"{_BFL}/FLUX.2-klein-9B", "LICENSE.md"),
+    f"{_BFL}/FLUX.2-klein-base-9B": _other_license(
+        _FLUX, f"{_BFL}/FLUX.2-klein-base-9B", "LICENSE.md"
+    ),
     "Qwen/Qwen-Image": License("apache-2.0"),
     "Qwen/Qwen-Image-2512": License("apache-2.0"),
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": License("apache-2.0"),
@@ -148,7 +150,7 @@ def model_card(
 def find_license(base: str) -> License | None:
     """Returns the license of a base model, without asking the hub.
 
-    It is looked up among the models that the package has or that its presets name (`LICENCES`),
+    It is looked up among the models that the package has or that its presets name (`LICENSES`),
     then in the card of the model: in its directory, or in the hub's cache.
 
     Args:
@@ -159,8 +161,8 @@ def find_license(base: str) -> License | None:
     """
     if base.startswith("embedded:"):
         return License("apache-2.0")
-    if base in LICENCES:
-        return LICENCES[base]
+    if base in LICENSES:
+        return LICENSES[base]
     folder = Path(base) if Path(base).is_dir() else None
     if folder is None and hub.is_name(base):
         folder = hub.cached(base, "README.md")

@@ -20,7 +20,7 @@ from solrl_jax.storage import files
 from solrl_jax.storage.stores import RunPath
 
 
-def refuse(profile: Collection[int], folder: RunPath, iterations: int) -> None:
+def check_traced_iterations(profile: Collection[int], folder: RunPath, iterations: int) -> None:
     """Checks that iterations can be traced: that they are within the run and not done yet.
 
     Args:

@@ -127,7 +127,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         "parameters": parameters,
         "adapted": list(experiment.trained_paths.adapted),
         "trained_in_full": list(experiment.trained_paths.whole),
-        "quantized": [linear.path for linear in linear_layers if not linear.kept],
+        "quantized": [linear.path for linear in linear_layers if not linear.reason_kept],
         "linears": totals(linear_layers),
         "started_after_iteration": done,
     }

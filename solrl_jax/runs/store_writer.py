@@ -50,7 +50,7 @@ def begin(
 
     Args:
         root: The directory of checkpoints in the store. The first process must own the run
-            directory around it (`files.only_user`).
+            directory around it (`files.exclusive_lock`).
         iteration: The number of complete iterations, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
         meta: JSON values by name. Those of the first process are saved.
@@ -115,7 +115,7 @@ def begin(
         uploaded = files.download_directory(target, staging)
         merge()
         (staging / META).write_text(header)
-        files.seal(staging)
+        files.write_manifest(staging)
         files.upload_directory(staging, target, without=uploaded)
 
     @reports_errors

@@ -45,7 +45,7 @@ from solrl_jax.rl.state import TrainState
 from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
 from solrl_jax.runs.evaluate import evaluate, sample_grid, untrained
 from solrl_jax.runs.hacking import hacking_alarms
-from solrl_jax.runs.identity import claim, fingerprint, refuse_another_run
+from solrl_jax.runs.identity import fingerprint, refuse_another_run, write_config
 from solrl_jax.runs.inputs import hash_inputs, refuse_changed_inputs
 from solrl_jax.runs.metrics import Metrics, import_wandb
 from solrl_jax.runs.metrics import read as read_metrics
@@ -202,9 +202,11 @@ def run(
         for note in notes:
             progress.line(note)
         # Refuse whatever would lose data before any model is loaded.
-        hosts.on_first(lambda: profiling.refuse(profile, folder, config.train.iterations))
         hosts.on_first(
-            lambda: stack.enter_context(files.only_user(files.writable_directory(folder)))
+            lambda: profiling.check_traced_iterations(profile, folder, config.train.iterations)
+        )
+        hosts.on_first(
+            lambda: stack.enter_context(files.exclusive_lock(files.writable_directory(folder)))
         )
         if isinstance(folder, StorePath):
             # Every process uploads its part of a checkpoint.
@@ -224,7 +226,7 @@ def run(
         state, done = _restore(experiment, input_hashes, folder, progress, force)
 
         # All input has been accepted, so the directory may be written to from here on.
-        hosts.on_first(lambda: claim(folder, config))
+        hosts.on_first(lambda: write_config(folder, config))
         facts = record.describe(experiment, folder, done, progress)
         metrics = Metrics(
             folder,

@@ -358,7 +358,7 @@ def cache_directory(path: str | None, name: str, field: str) -> Path | None:
 
 
 @contextlib.contextmanager
-def only_user(directory: RunPath) -> Iterator[None]:
+def exclusive_lock(directory: RunPath) -> Iterator[None]:
     """Locks a directory for this process while the body runs. A context manager.
 
     It does not wait: if the lock is taken, it fails. The lock (`flock` of the file `.lock` in the
@@ -401,7 +401,7 @@ def check_owner(directory: StorePath) -> None:
     """Checks that no other process has taken over a directory in a store.
 
     Args:
-        directory: The directory, which this process uses within `only_user`.
+        directory: The directory, which this process uses within `exclusive_lock`.
 
     Raises:
         RunError: If another process has taken the directory over, or if the store refuses.
@@ -418,7 +418,7 @@ def _process_name() -> str:
     return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex})"
 
 
-def seal(directory: Path) -> None:
+def write_manifest(directory: Path) -> None:
     """Writes a `manifest.json` with the size and SHA-256 of every file below a directory, so that
     `damage` can check them.
 
@@ -436,8 +436,8 @@ def seal(directory: Path) -> None:
         sync(path)
 
 
-def damage(directory: Path, *, contents: bool = True) -> str | None:
-    """Compares a directory with the manifest that `seal` wrote.
+def find_damage(directory: Path, *, contents: bool = True) -> str | None:
+    """Compares a directory with the manifest that `write_manifest` wrote.
 
     It raises no error for files that cannot be read, or for a missing or damaged manifest: these
     are differences too.

@@ -20,7 +20,7 @@ from solrl_jax.rl.means import finite_mean
 from solrl_jax.runs import ledger
 from solrl_jax.runs.directory import read_run
 from solrl_jax.runs.metrics import by_iteration, read
-from solrl_jax.study.cost import Prices, evaluations
+from solrl_jax.study.cost import Prices, count_network_evaluations
 from solrl_jax.study.plan import Run
 
 # The parts of the other arm's gain, in per cent, at which speed-ups are given.
@@ -139,7 +139,7 @@ def read_course(run: Run, prices: Prices) -> Course:
         if continued is not None:  # runs of older versions did not record it
             continued = int(continued)
         costs.append(costs[-1] + prices.of_iteration(config, precision, steps, continued))
-        network_evaluations += evaluations(config, precision, steps, continued)
+        network_evaluations += count_network_evaluations(config, precision, steps, continued)
         ranks.append(true_ranks(table, config.rollout.candidates, config.rollout.kept))
     fidelity = {}
     if config.rollout.regenerate:
@@ -293,7 +293,7 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
         quarters = np.array_split(values, 4)
         return finite_mean(quarters[0] if end == "first" else quarters[-1])
 
-    rewards = [at_cost(course, common_cost) for course in courses]
+    rewards = [reward_at_cost(course, common_cost) for course in courses]
     return {
         "seeds": [course.seed for course in courses],
         "iterations": int(courses[0].iterations[-1]),
@@ -340,7 +340,9 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
     common_cost = _smallest([run.cost[-1] for pair in pairs for run in pair])
     final = [a.reward[-1] - b.reward[-1] for a, b in pairs]
     other_reward = finite_mean([b.reward[-1] for _, b in pairs])
-    at_equal_cost = [at_cost(a, common_cost) - at_cost(b, common_cost) for a, b in pairs]
+    at_equal_cost = [
+        reward_at_cost(a, common_cost) - reward_at_cost(b, common_cost) for a, b in pairs
+    ]
     return {
         "seeds": [a.seed for a, _ in pairs],
         "final": estimate(final),
@@ -378,7 +380,7 @@ def estimate(values: Sequence[float]) -> Estimate:
     return finite_mean(x), error
 
 
-def at_cost(course: Course, cost: float) -> float:
+def reward_at_cost(course: Course, cost: float) -> float:
     """Returns the held-out reward that a run had reached at a cost.
 
     Args:
@@ -421,10 +423,10 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
         if gain <= 0:
             return float("nan")
         level = other_reward[0] + part * gain
-        first_cost = reached(cost, reward, level)
+        first_cost = cost_to_reach(cost, reward, level)
         if first_cost == 0:
             return float("inf")
-        return reached(other_cost, other_reward, level) / first_cost
+        return cost_to_reach(other_cost, other_reward, level) / first_cost
 
     if not pairs:
         return float("nan"), float("nan")
@@ -438,7 +440,7 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     return ratio(pairs), float(np.sqrt((n - 1) / n * squares))
 
 
-def reached(cost: Evaluated, reward: Evaluated, level: float) -> float:
+def cost_to_reach(cost: Evaluated, reward: Evaluated, level: float) -> float:
     """Returns the cost at which a curve of reward over cost first reaches a reward.
 
     Args:

@@ -125,7 +125,9 @@ def _skips_reference(config: Config) -> bool:
     return algorithm.kl_coef == 0 and not reads_always
 
 
-def evaluations(config: Config, precision: str, steps: int, continued: int | None = None) -> int:
+def count_network_evaluations(
+    config: Config, precision: str, steps: int, continued: int | None = None
+) -> int:
     """Returns the number of network evaluations for an iteration's exploration and regeneration.
 
     Those of the update, and the second evaluation of classifier-free guidance, are not counted.

@@ -123,15 +123,17 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     heads += ["Spearman, kept", "true rank of best half", "worst half"]
     yield from _head("arm", heads)
     for name, arm in arms.items():
-        scores = [brief_repr(arm["scores"].get(score)) for score in ("reward", *names)]
+        scores = [format_estimate(arm["scores"].get(score)) for score in ("reward", *names)]
         counted = [
-            number(arm["cost"]),
+            format_number(arm["cost"]),
             f"{arm['network_evaluations']:,}",
-            brief_repr(arm["at_equal_cost"]["reward"]),
+            format_estimate(arm["at_equal_cost"]["reward"]),
         ]
         along = [arm["fidelity"].get(key) for key in ("spearman", "best", "worst")]
         places = [
-            " → ".join(number(value[end][0]) for end in ("first", "last")) if value else UNKNOWN
+            " → ".join(format_number(value[end][0]) for end in ("first", "last"))
+            if value
+            else UNKNOWN
             for value in along
         ]
         yield _row(
@@ -162,15 +164,15 @@ def _pairs(pairs: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for pair in pairs:
         mean, error = (100 * value for value in pair["final_share"])
         cells = [
-            brief_repr(pair["final"], "+"),
-            brief_repr((mean, error), "+", 1),
-            number(pair["cost_share"]),
+            format_estimate(pair["final"], "+"),
+            format_estimate((mean, error), "+", 1),
+            format_number(pair["cost_share"]),
         ]
         cells += [
-            f"{brief_repr(pair['at_equal_cost']['reward'], '+')} at "
-            f"{number(pair['at_equal_cost']['cost'])} s"
+            f"{format_estimate(pair['at_equal_cost']['reward'], '+')} at "
+            f"{format_number(pair['at_equal_cost']['cost'])} s"
         ]
-        cells += [brief_repr(pair["speed_up"][str(part)], digits=2) for part in PROGRESS]
+        cells += [format_estimate(pair["speed_up"][str(part)], digits=2) for part in PROGRESS]
         yield _row(f"`{pair['arm']}`, `{pair['against']}`", cells)
     yield ""
     yield (
@@ -200,7 +202,7 @@ def _row(first: str, cells: Sequence[str]) -> str:
     return f"| {' | '.join([first, *cells])} |"
 
 
-def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
+def format_estimate(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
     """Formats an estimate as "mean ± standard error".
 
     Args:
@@ -218,7 +220,7 @@ def brief_repr(value: Estimate | None, sign: str = "", digits: int = 3) -> str:
     return mean if math.isnan(value[1]) else f"{mean} ± {value[1]:.{digits}f}"
 
 
-def number(value: float) -> str:
+def format_number(value: float) -> str:
     """Returns a number as text with three significant digits, e.g. "0.123" or "1.23e+04".
 
     Args:

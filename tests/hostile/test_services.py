@@ -305,7 +305,7 @@ def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, message, monkey
         score(rewards_of_a_run(how, workers=PATIENT if how in ("hungry", "quiet") else WORKERS))
     assert time.monotonic() - began < 90
     for workers in (WORKERS, PATIENT):
-        host.workers(*workers).close()
+        host.shared_workers(*workers).close()
 
 
 @pytest.mark.slow
@@ -317,7 +317,7 @@ def test_the_wall_clock_ends_no_wait(monkeypatch):
     with pytest.raises(RewardError, match="no answer within"):
         score(rewards_of_a_run("patient"))
     assert time.monotonic() - began < 90
-    host.workers(*WORKERS).close()
+    host.shared_workers(*WORKERS).close()
 
 
 def test_failures_in_a_row_stop_a_run_that_skips_them():
@@ -326,10 +326,11 @@ def test_failures_in_a_row_stop_a_run_that_skips_them():
     first, second = (
         rewards_of_a_run("wrong", skip=True, workers=worker_settings) for _ in range(2)
     )
-    assert np.isnan(score(first, host.MOST_FAILURES - 1)).all()
+    assert np.isnan(score(first, host.MAX_FAILURES_IN_A_ROW - 1)).all()
     assert np.isnan(score(second, 2)).all()
     with pytest.raises(
-        RewardError, match=rf"ValueError: never.*; {host.MOST_FAILURES} calls in a row failed"
+        RewardError,
+        match=rf"ValueError: never.*; {host.MAX_FAILURES_IN_A_ROW} calls in a row failed",
     ):
         score(first, 2)
-    host.workers(*worker_settings).close()
+    host.shared_workers(*worker_settings).close()

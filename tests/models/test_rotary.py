@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from solrl_jax.models.layers.rotary import rotate_by_product, rotate_pairs, rotation_table
+from solrl_jax.models.layers.rotary import rotate_by_matmul, rotate_pairs, rotation_table
 from tests.lowering import tpu_text
 
 AXES = (4, 6, 6)  # features per coordinate: 16 per head
@@ -24,7 +24,7 @@ def queries(dtype: str) -> jax.Array:
 def test_the_product_rotates_as_the_definition_does(dtype):
     x = queries(dtype)
     # Without jit, no compiler contracts a multiplication and an addition.
-    assert (rotate_by_product(x, *tables()) == rotate_pairs(x, *tables())).all()
+    assert (rotate_by_matmul(x, *tables()) == rotate_pairs(x, *tables())).all()
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -35,12 +35,12 @@ def test_the_gradients_are_the_same(dtype):
     def gradient(rotate):
         return jax.vjp(lambda x: rotate(x, *tables()), x)[1](cotangent)[0]
 
-    assert (gradient(rotate_by_product) == gradient(rotate_pairs)).all()
+    assert (gradient(rotate_by_matmul) == gradient(rotate_pairs)).all()
 
 
 def test_a_rotation_keeps_lengths():
     x = queries("float32")
-    rotated = rotate_by_product(x, *tables())
+    rotated = rotate_by_matmul(x, *tables())
     assert not np.allclose(rotated, x, atol=0.1)
     lengths = (jnp.linalg.norm(y.reshape(2, 15, 3, 16), axis=-1) for y in (x, rotated))
     np.testing.assert_allclose(*lengths, rtol=1e-6)

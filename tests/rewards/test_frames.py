@@ -8,7 +8,7 @@ from solrl_jax.config.schema import Reward as Settings
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards.frames import sample_frames
-from solrl_jax.rewards.host import scoring, trial, workers
+from solrl_jax.rewards.host import score_gray_images, scoring, shared_workers
 from solrl_jax.rewards.mixture import mixture
 from solrl_jax.rewards.protocol import HostReward, HostRewards, Reward, score_images
 from solrl_jax.rewards.registry import open_rewards
@@ -152,9 +152,9 @@ def test_workers_get_clips_for_the_rewards_of_clips():
             got = outside_jax.finish()
         several = HostReward("some", "tests.outside:several", {}, ("green",))
         both = HostRewards((several, *host.rewards), {}, 1, 100.0, skip=False)
-        trial(both, prompts[:1], (4, 6, T))
+        score_gray_images(both, prompts[:1], (4, 6, T))
     finally:
-        workers(1, 100.0).close()
+        shared_workers(1, 100.0).close()
     motion = (CLIPS[:, -1] - CLIPS[:, 0])[..., 0].mean((1, 2))
     np.testing.assert_allclose(got["tests.outside:motion"], motion, rtol=1e-5)
     ends = CLIPS[:, -1].mean((1, 2, 3))

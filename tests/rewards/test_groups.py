@@ -26,7 +26,7 @@ WORKERS = (2, 30.0)
 @pytest.fixture(autouse=True, scope="module")
 def _closed():
     yield
-    host.workers(*WORKERS).close()
+    host.shared_workers(*WORKERS).close()
 
 
 def test_groups_are_even_and_of_one_prompt():

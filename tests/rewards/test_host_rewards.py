@@ -20,7 +20,7 @@ import pytest
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards import host
-from solrl_jax.rewards.host import RewardError, scoring, trial
+from solrl_jax.rewards.host import RewardError, score_gray_images, scoring
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import HostReward, HostRewards
 from solrl_jax.rl import experiment as experiments
@@ -57,7 +57,7 @@ WORKERS = (2, 2.0)
 @pytest.fixture(autouse=True, scope="module")
 def _closed():
     yield
-    host.workers(*WORKERS).close()
+    host.shared_workers(*WORKERS).close()
 
 
 def reward(function: str, others=(), batch=16, name="some", **options) -> HostReward:
@@ -92,7 +92,7 @@ def test_scores_do_not_depend_on_chunks_batches_or_workers():
             np.testing.assert_array_equal(got["some"], expected.astype(np.float32))
             assert failed == {"some": 0}
     finally:
-        host.workers(*alone).close()
+        host.shared_workers(*alone).close()
 
 
 def test_a_function_gets_metadata_and_may_return_several_scores():
@@ -117,7 +117,7 @@ def test_workers_leave_accelerators_and_results_alone(monkeypatch, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     workers = (1, 21.0)  # of this test alone: they start in the environment above
     got, _ = scores([reward("where")], workers)
-    host.workers(*workers).close()
+    host.shared_workers(*workers).close()
     np.testing.assert_array_equal(got["some"], 1)
     said = capfd.readouterr()
     assert (said.out, "here" in said.err) == ("", True)
@@ -141,7 +141,7 @@ def test_a_failure_costs_a_score(how, capsys):
 
 @pytest.mark.slow
 def test_or_a_failure_stops_the_run_and_the_workers():
-    host.workers(*WORKERS).close()
+    host.shared_workers(*WORKERS).close()
     others = set(
         multiprocessing.active_children()
     )  # workers with other settings, of tests that ran before in this process
@@ -164,7 +164,7 @@ def test_the_sums_of_a_run_count_failures_together():
 
 def test_a_score_that_does_not_come_is_a_failure():
     with pytest.raises(RewardError, match=r"reward 'some': returned no 'strict'"):
-        trial(
+        score_gray_images(
             HostRewards((reward("mean", ("strict",)),), {"some/strict": 1.0}, *WORKERS, False),
             PROMPTS[:2],
             (8, 8),

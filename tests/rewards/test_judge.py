@@ -19,7 +19,7 @@ from solrl_jax.rewards import host, usage
 from solrl_jax.rewards.host import Failure, RewardError, scoring
 from solrl_jax.rewards.judge import scoring as formulas
 from solrl_jax.rewards.judge.cache import Cache
-from solrl_jax.rewards.judge.client import MOST, find_key
+from solrl_jax.rewards.judge.client import MAX_ANSWER_BYTES, find_key
 from solrl_jax.rewards.judge.probe import Support, describe, probe
 from solrl_jax.rewards.judge.reward import _open_service, judge
 from solrl_jax.rewards.judge.settings import Judge, open_judge
@@ -413,7 +413,7 @@ HOSTILE = {  # what an endpoint answers, and a part of the message
     "slow": (hang, "no answer"),
     "a trickle": (trickle, "no answer before the end"),
     "without end": (without_end, "an answer of more than"),
-    "too long": (sends(b" " * (MOST + 1)), "an answer of more than"),
+    "too long": (sends(b" " * (MAX_ANSWER_BYTES + 1)), "an answer of more than"),
     "packed": (sends(gzip.compress(bytes(10**7)), Content_Encoding="gzip"), "packed with 'gzip'"),
     "truncated": (truncated, "no answer"),
     "closed": (silent, "no answer"),
@@ -585,4 +585,4 @@ def test_workers_report_what_a_judge_costs_and_skip_one_image_alone(server, caps
             run(server, "wrong once", skip=False)
         assert len(server.bodies) == 1  # the others were paid for
     finally:
-        host.workers(*WORKERS).close()
+        host.shared_workers(*WORKERS).close()

@@ -11,7 +11,7 @@ from scipy.ndimage import gaussian_filter
 from solrl_jax.config.presets import resolve
 from solrl_jax.data.prompts import EMBEDDED_FOLDER
 from solrl_jax.rewards import ocr as module
-from solrl_jax.rewards.ocr import ocr, similarity, target
+from solrl_jax.rewards.ocr import ocr, requested_words, similarity
 
 WORDS = ("Bakery", "North Harbour", "MUSEUM", "Open until 9", "quiet river", "Lantern")
 
@@ -126,9 +126,9 @@ def test_the_score_is_the_share_of_letters_that_need_no_edit(text, target, expec
 
 
 def test_the_words_are_quoted_or_given():
-    assert target('a "First" and a "Second" sign', {}) == "First"
-    assert target('a "First" sign', {"text": "Other"}) == "Other"
-    assert target('a "First" sign', {"text": None, "tag": "x"}) == "First"
+    assert requested_words('a "First" and a "Second" sign', {}) == "First"
+    assert requested_words('a "First" sign', {"text": "Other"}) == "Other"
+    assert requested_words('a "First" sign', {"text": None, "tag": "x"}) == "First"
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_prompt_without_words_is_refused_by_name(prompt):
     with pytest.raises(
         ValueError, match=r"prompt 'a \"good\" one', metadata\['text'\]=7: expected the words"
     ):
-        target('a "good" one', {"text": 7})
+        requested_words('a "good" one', {"text": 7})
 
 
 def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
@@ -172,6 +172,6 @@ def test_the_embedded_prompts_quote_words_and_none_is_both_trained_and_tested_on
     train, test = (
         (EMBEDDED_FOLDER / f"ocr-{name}.txt").read_text().splitlines() for name in ("train", "test")
     )
-    words = [{target(prompt, {}).lower() for prompt in drawn} for drawn in (train, test)]
+    words = [{requested_words(prompt, {}).lower() for prompt in drawn} for drawn in (train, test)]
     assert [len(texts) for texts in words] == [len(train), len(test)] == [360, 48]
     assert not words[0] & words[1]

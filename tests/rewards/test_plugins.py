@@ -25,7 +25,7 @@ from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards import registry
-from solrl_jax.rewards.host import Failure, scoring, workers
+from solrl_jax.rewards.host import Failure, scoring, shared_workers
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images
 from tests import outside
@@ -304,7 +304,7 @@ def test_a_service_is_given_what_a_function_is(service):
     with scoring(host, PROMPTS) as outside_jax:
         outside_jax.add(PICTURES)
         got = outside_jax.finish()[service]
-    workers(1, 20.0).close()
+    shared_workers(1, 20.0).close()
     expected = outside.told_or_mean(PICTURES, PROMPTS, [p.metadata for p in PROMPTS])
     np.testing.assert_allclose(got, expected, rtol=1e-6)
     assert np.isnan(got[3])

@@ -15,7 +15,7 @@ from solrl_jax.rl import memory_check
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.trainable.trainable import TrainedPaths
-from solrl_jax.study.cost import Prices, evaluations
+from solrl_jax.study.cost import Prices, count_network_evaluations
 from tests.toys import toy_experiment
 
 STEPS = ("rollout.num_steps=6", "rollout.explore.num_steps=4", "rollout.explore.sigmas=first")
@@ -187,9 +187,9 @@ def test_steps_that_are_continued_from_cost_nothing_a_second_time():
     pool = prompts * config.rollout.candidates
     kept = prompts * config.rollout.kept
     assert prices.of_iteration(config, "nvfp4", 4) == pool * (3 * 0.5 + 1) + kept * 5
-    assert evaluations(config, "nvfp4", 4) == pool * 4 + kept * 5
+    assert count_network_evaluations(config, "nvfp4", 4) == pool * 4 + kept * 5
     assert prices.of_iteration(config, "bf16", 4) == pool * 4 + kept * 6
-    assert evaluations(config, "bf16", 4) == pool * 4 + kept * 6
+    assert count_network_evaluations(config, "bf16", 4) == pool * 4 + kept * 6
     # An iteration that recorded a state before that has regenerated all steps.
     assert prices.of_iteration(config, "nvfp4", 4, 0) == pool * (3 * 0.5 + 1) + kept * 6
-    assert evaluations(config, "nvfp4", 4, 0) == pool * 4 + kept * 6
+    assert count_network_evaluations(config, "nvfp4", 4, 0) == pool * 4 + kept * 6

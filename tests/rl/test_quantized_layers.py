@@ -317,7 +317,7 @@ def test_bytes_before_and_after(name):
     )
     if name == "bf16":
         assert sums["quantized"] == 0
-        assert {row.kept for row in rows} == {
+        assert {row.reason_kept for row in rows} == {
             "bf16",
             *(f"skip {s}" for s in rules("flux1").modules_to_not_convert),
         }
@@ -388,7 +388,7 @@ def test_the_command_lists_them_without_loading_weights(monkeypatch):
     for row, without in zip(
         rows, report(*of), strict=True
     ):  # two factors of rank 16 a matrix, in BF16
-        beside = 0 if row.kept else row.layers * 16 * (row.n_in + row.n_out) * 2
+        beside = 0 if row.reason_kept else row.layers * 16 * (row.n_in + row.n_out) * 2
         assert row.bytes_after == without.bytes_after + beside
     assert summary.pop("exploration").startswith("fp8 (")
     assert summary.pop("per_linear") == [dataclasses.asdict(row) | {"errors": []} for row in rows]
@@ -412,10 +412,12 @@ def test_a_correction_counts_no_more_directions_than_a_linear_has_inputs():
         explore = resolve("tiny", [f"rollout.explore.correction_rank={rank}"]).rollout.explore
         rows = {row.path: row for row in report(*of, explore)}
         last = rows["proj_out/kernel"]
-        assert (last.n_in, last.n_out, last.kept) == (128, 32, "")
+        assert (last.n_in, last.n_out, last.reason_kept) == (128, 32, "")
         assert last.bytes_after - plain["proj_out/kernel"].bytes_after == 2 * counted * (128 + 32)
-        assert {path for path, row in rows.items() if not row.kept} == set(quantized_paths(*of))
-        assert all(row.bytes_after == row.bytes_before for row in rows.values() if row.kept)
+        assert {path for path, row in rows.items() if not row.reason_kept} == set(
+            quantized_paths(*of)
+        )
+        assert all(row.bytes_after == row.bytes_before for row in rows.values() if row.reason_kept)
 
 
 @pytest.mark.exhaustive

@@ -10,7 +10,7 @@ from solrl_jax.errors import RunError
 from solrl_jax.rl import rank, sensitivity
 from solrl_jax.rl.experiment import build, fresh_state
 from solrl_jax.rl.explore import quantized_layers
-from solrl_jax.rl.sensitivity import Sensitivity, group_of, measure, proposed, table
+from solrl_jax.rl.sensitivity import Sensitivity, group_of, measure, propose_unquantized, table
 from tests.toys import toy_experiment
 
 GROUPS = {"/attn1/", "/ff/"}
@@ -36,9 +36,9 @@ def test_the_proposal_takes_what_costs_least_for_its_share():
         Sensitivity("/attn/", 8, 0.3, 0.985),
         Sensitivity("/norm1/", 2, 0.1, 0.7),
     ]
-    assert proposed(0.99, groups, 0.97) == ["/norm1/"]
-    assert proposed(0.99, groups, 0.98) == ["/attn/", "/norm1/"]
-    assert proposed(0.99, groups, 0.5) == []
+    assert propose_unquantized(0.99, groups, 0.97) == ["/norm1/"]
+    assert propose_unquantized(0.99, groups, 0.98) == ["/attn/", "/norm1/"]
+    assert propose_unquantized(0.99, groups, 0.5) == []
     assert "model.quantization.modules_to_not_convert=[/norm1/]" in table(0.99, groups, ["/norm1/"])
 
 
@@ -80,8 +80,8 @@ def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
 
 def test_a_group_whose_rewards_tie_is_not_quantized():
     groups = [Sensitivity("/ff/", 8, 0.6, 0.98), Sensitivity("/attn/", 8, 0.4, float("nan"))]
-    assert proposed(0.99, groups, 0.5) == ["/attn/"]
-    assert proposed(0.99, groups[::-1], 0.5) == ["/attn/"]
+    assert propose_unquantized(0.99, groups, 0.5) == ["/attn/"]
+    assert propose_unquantized(0.99, groups[::-1], 0.5) == ["/attn/"]
 
 
 def test_a_group_whose_rewards_tie_does_not_change_the_order_of_the_others():
@@ -90,4 +90,4 @@ def test_a_group_whose_rewards_tie_does_not_change_the_order_of_the_others():
         Sensitivity("/tie/", 1, 0.2, float("nan")),
         Sensitivity("/cheap/", 8, 0.7, 0.98),
     ]
-    assert proposed(0.99, groups, 0.96) == ["/dear/", "/tie/"]
+    assert propose_unquantized(0.99, groups, 0.96) == ["/dear/", "/tie/"]

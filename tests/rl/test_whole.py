@@ -29,7 +29,7 @@ from solrl_jax.rl.trainable.trainable import TrainedPaths, attach, find_trained_
 from solrl_jax.rl.update import blend, update
 from solrl_jax.runs import generation
 from solrl_jax.runs.directory import configuration, load_policy
-from solrl_jax.runs.identity import claim
+from solrl_jax.runs.identity import write_config
 from tests import states
 from tests.rl.test_update import (
     CONFIG,
@@ -199,7 +199,7 @@ def untrained_run(folder, precision):
     """
     overrides = ("train.parameters=all", f"rollout.precision={precision}")
     config = small_config(folder, *overrides)
-    claim(folder, config)
+    write_config(folder, config)
     backbone = load_backbone(config.model.path, precision, make_mesh(1, 1))
     state = fresh(backbone, find_trained_paths(backbone.pipeline.transformer, config), config)
     states.save(folder / "checkpoints", 1, state, {})

@@ -10,7 +10,7 @@ import pytest
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
 from solrl_jax.runs import ledger, metrics
-from solrl_jax.runs.identity import RECORDS, claim, refuse_another_run
+from solrl_jax.runs.identity import RECORDS, refuse_another_run, write_config
 from tests.small import small_config
 
 
@@ -19,7 +19,7 @@ def folder(tmp_path):
     """The directory of a run that has claimed it and has done nothing else."""
     folder = tmp_path / "run"
     folder.mkdir()
-    claim(folder, small_config(folder))
+    write_config(folder, small_config(folder))
     return folder
 
 

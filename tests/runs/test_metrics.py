@@ -22,7 +22,7 @@ from solrl_jax.storage.files import (
     atomic,
     atomic_directory,
     atomic_write,
-    only_user,
+    exclusive_lock,
     remove_directory,
     writable_directory,
 )
@@ -293,8 +293,8 @@ def test_of_a_link_to_a_directory_the_link_is_removed(tmp_path):
 
 def test_one_process_at_a_time(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from solrl_jax.storage.files import only_user\n"
-        "with only_user(Path(sys.argv[1])): pass"
+        "import sys; from pathlib import Path; from solrl_jax.storage.files import exclusive_lock\n"
+        "with exclusive_lock(Path(sys.argv[1])): pass"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
 
@@ -307,7 +307,7 @@ def test_one_process_at_a_time(tmp_path):
             check=False,
         )
 
-    with only_user(tmp_path):
+    with exclusive_lock(tmp_path):
         assert "InputError: another process is using the run directory" in other().stderr
     assert other().returncode == 0
     assert json.dumps(os.listdir(tmp_path)) == '[".lock"]'

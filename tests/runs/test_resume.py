@@ -213,11 +213,11 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
     tmp_path, monkeypatch
 ):
     on_the_disk = {}
-    seal = files.seal
+    write_manifest = files.write_manifest
 
     def slow(folder: Path) -> None:
         time.sleep(1.0)
-        seal(folder)
+        write_manifest(folder)
 
     def noting(every: int):
         class Noting(TerminalProgress):
@@ -231,7 +231,7 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
 
         return Noting(bars=False)
 
-    monkeypatch.setattr(files, "seal", slow)
+    monkeypatch.setattr(files, "write_manifest", slow)
     for every in (1, 2):
         with noting(every) as report:
             folder = tmp_path / str(every)
@@ -420,9 +420,9 @@ def test_of_a_record_that_somebody_wrote_only_levels_that_there_are_count():
 
 
 def test_two_processes_do_not_share_a_directory(tmp_path):
-    from solrl_jax.storage.files import only_user
+    from solrl_jax.storage.files import exclusive_lock
 
-    with only_user(tmp_path), pytest.raises(InputError, match=r"(?i)use|process"):
+    with exclusive_lock(tmp_path), pytest.raises(InputError, match=r"(?i)use|process"):
         run(tmp_path)
 
 

@@ -52,7 +52,7 @@ def names(paths) -> list[str]:
 @pytest.fixture
 def root(stored):
     """The directory of checkpoints of a run that this process owns."""
-    with files.only_user(stored):
+    with files.exclusive_lock(stored):
         yield stored / "checkpoints"
 
 
@@ -176,7 +176,7 @@ root = run_path(sys.argv[3])
 sharding = NamedSharding(jax.make_mesh((2,), ("data",)), PartitionSpec("data"))
 values = np.arange(8, dtype=np.float32)
 array = jax.make_array_from_callback((8,), sharding, lambda index: values[index])
-with files.only_user(root.parent) if jax.process_index() == 0 else contextlib.nullcontext():
+with files.exclusive_lock(root.parent) if jax.process_index() == 0 else contextlib.nullcontext():
     path = store_writer.begin(root, 1, {"a": array}, {})()
 shape = jax.ShapeDtypeStruct((8,), np.float32, sharding=sharding)
 restored, meta = checkpoint.restore(path, {"a": shape})
@@ -258,7 +258,7 @@ def test_a_start_that_is_replaced_during_a_save_leaves_the_checkpoint_of_the_oth
 
 def test_the_record_is_written_anew_with_each_row(stored, object_store):
     with (
-        files.only_user(stored),
+        files.exclusive_lock(stored),
         metrics.Metrics(stored, tensorboard=True, resume_after=-1) as opened,
     ):
         opened.log(1, {"reward": 0.5})
@@ -315,7 +315,7 @@ def test_google_cloud_storage_holds_checkpoints(monkeypatch):
     root = run / "checkpoints"
     try:
         assert files.writable_directory(run) == run
-        with files.only_user(run):
+        with files.exclusive_lock(run):
             for iteration in (1, 2, 3):
                 save(root, iteration, iteration, keep=2)
             save(root, 3, 30.0)

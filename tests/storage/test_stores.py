@@ -97,7 +97,7 @@ def test_the_beginning_of_an_object_is_read_without_the_rest(stored, tmp_path, m
 def test_a_sealed_directory_is_compared_with_its_manifest(stored, tmp_path):
     (tmp_path / "x").write_bytes(b"x" * 10)
     (tmp_path / "y").write_bytes(b"y")
-    files.seal(tmp_path)
+    files.write_manifest(tmp_path)
     files.upload_directory(tmp_path, stored)
     assert files.stored_damage(stored) is None
     (stored / "z").write_bytes(b"")
@@ -113,13 +113,13 @@ def test_a_sealed_directory_is_compared_with_its_manifest(stored, tmp_path):
 
 
 def test_the_last_start_owns_a_directory(stored):
-    with files.only_user(stored):
+    with files.exclusive_lock(stored):
         files.check_owner(stored)
         (stored / ".lock").write_bytes(b"process 7 on elsewhere")
         with pytest.raises(RunError, match=rf"taken over .* {stored}: process 7 on elsewhere$"):
             files.check_owner(stored)
     assert (stored / ".lock").exists()  # it is the lock of the other one
-    with files.only_user(stored):
+    with files.exclusive_lock(stored):
         files.check_owner(stored)
     assert not (stored / ".lock").exists()
 

@@ -12,7 +12,7 @@ import pytest
 from solrl_jax.errors import InputError
 from solrl_jax.rl.experiment import load_prompt_sets
 from solrl_jax.study import page, summary
-from solrl_jax.study.compare import at_cost, estimate, reached, read_course
+from solrl_jax.study.compare import cost_to_reach, estimate, read_course, reward_at_cost
 from solrl_jax.study.cost import Prices
 from solrl_jax.study.plan import runs_of
 from solrl_jax.study.runs import finished
@@ -62,7 +62,7 @@ def test_rewards_are_means_and_standard_errors_over_seeds(tmp_path):
 
 def test_rewards_at_equal_cost_lie_on_the_line_between_evaluations(tmp_path):
     *_, study, courses = made(tmp_path)
-    assert math.isnan(at_cost(courses["sol"][0], 4 * SOL + 1))  # beyond the run
+    assert math.isnan(reward_at_cost(courses["sol"][0], 4 * SOL + 1))  # beyond the run
     cheap, dear = ("plain", "sol") if PLAIN < SOL else ("sol", "plain")
     equal = 4 * min(PLAIN, SOL)
 
@@ -204,10 +204,10 @@ def test_a_damaged_run_is_named(tmp_path):
 def test_what_a_curve_reaches():
     cost = np.array([0.0, 10.0, 30.0])
     reward = np.array([0.1, 0.3, 0.2])
-    assert reached(cost, reward, 0.1) == 0
-    assert reached(cost, reward, 0.2) == pytest.approx(5)
-    assert reached(cost, reward, 0.3) == 10
-    assert math.isnan(reached(cost, reward, 0.31))
+    assert cost_to_reach(cost, reward, 0.1) == 0
+    assert cost_to_reach(cost, reward, 0.2) == pytest.approx(5)
+    assert cost_to_reach(cost, reward, 0.3) == 10
+    assert math.isnan(cost_to_reach(cost, reward, 0.31))
 
 
 @pytest.mark.parametrize(("swapped", "ranks"), [(False, (1, 2)), (True, (2, 1))])

@@ -73,7 +73,7 @@ def test_every_quantized_linear_is_a_native_product_of_exploration_alone(planned
     ]  # which linears are quantized depends on the model's rule, not on the format
     linears = report(transformer.abstract_params(jnp.bfloat16), settings.model.quantization, form)
     count = (
-        sum(linear.layers for linear in linears if not linear.kept)
+        sum(linear.layers for linear in linears if not linear.reason_kept)
         * settings.rollout.explore.num_steps
     )
     products = {

@@ -62,7 +62,7 @@ def shapes_of(config: Config) -> tuple[Counter[tuple[int, int]], int]:
         config.model.quantization,
         FORMATS["nvfp4"],
     ):
-        if not linear.kept:
+        if not linear.reason_kept:
             shapes[linear.n_in, linear.n_out] += linear.layers
     return shapes, pipeline.image_tokens(*model_size(config))
 

@@ -427,9 +427,11 @@ def _attend_to_all(
             return x.reshape(batch, heads, x.shape[1], x.shape[3]).swapaxes(1, 2)
 
         own_q, own_g = (sequence_parallel.tokens_to_pairs(by_pairs(x)) for x in (q, g))
-        own_k, own_v = (sequence_parallel.own_pairs(by_pairs(x)) for x in (k, v))
+        own_k, own_v = (sequence_parallel.select_own_pairs(by_pairs(x)) for x in (k, v))
         per_sample = (jnp.broadcast_to(x, (batch, *x.shape[1:])) for x in masks)
-        own_masks = [sequence_parallel.own_pairs(jnp.repeat(x, heads, axis=0)) for x in per_sample]
+        own_masks = [
+            sequence_parallel.select_own_pairs(jnp.repeat(x, heads, axis=0)) for x in per_sample
+        ]
         _, vjp = jax.vjp(lambda q, k, v: kernel(q, k, v, *own_masks), own_q, own_k, own_v)
         g_q, g_k, g_v = vjp(own_g)
         return (

@@ -63,7 +63,7 @@ def rotate_pairs(
         The rotated array, of the shape and dtype of `x`.
     """
     if compile_target.platform() == "tpu":
-        return rotate_by_product(x, cos, sin)
+        return rotate_by_matmul(x, cos, sin)
     cos = cos[..., None, :]
     sin = sin[..., None, :]
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, cos.shape[-1], 2)
@@ -73,7 +73,7 @@ def rotate_pairs(
 
 
 @jax.custom_vjp
-def rotate_by_product(
+def rotate_by_matmul(
     x: Float[Array, "... d"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "... d"]:
     """Computes `rotate_pairs` with a matmul that swaps the features of each pair.
@@ -110,23 +110,23 @@ def rotate_by_product(
 
 
 def _rotate_forward(x: Array, cos: Array, sin: Array) -> tuple[Array, tuple[Array, Array]]:
-    """Computes `rotate_by_product`: its forward rule for `jax.custom_vjp`. Returns its result, and
+    """Computes `rotate_by_matmul`: its forward rule for `jax.custom_vjp`. Returns its result, and
     the tables (cos, sin), which `_rotate_backward` needs.
     """
-    return rotate_by_product(x, cos, sin), (cos, sin)
+    return rotate_by_matmul(x, cos, sin), (cos, sin)
 
 
 def _rotate_backward(tables: tuple[Array, Array], cotangent: Array) -> tuple[Array, Array, Array]:
-    """Computes the gradient of `rotate_by_product`: its backward rule for `jax.custom_vjp`. Returns
+    """Computes the gradient of `rotate_by_matmul`: its backward rule for `jax.custom_vjp`. Returns
     the cotangent of its result, rotated by the opposite angles, and zeros for the tables (cos,
     sin), which get no gradient.
     """
     cos, sin = tables
-    inverse = rotate_by_product(cotangent, cos, -sin)
+    inverse = rotate_by_matmul(cotangent, cos, -sin)
     return inverse, jnp.zeros_like(cos), jnp.zeros_like(sin)
 
 
-rotate_by_product.defvjp(_rotate_forward, _rotate_backward)
+rotate_by_matmul.defvjp(_rotate_forward, _rotate_backward)
 
 
 def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> LazyActivation:

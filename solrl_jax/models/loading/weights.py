@@ -215,7 +215,7 @@ def locate_tensors(
     def ignored(name: str) -> bool:
         return REDUNDANT.get(name) in expected or name.startswith(unused)
 
-    return table, match_tensors(files, expected, str(source), ignored)
+    return table, check_tensors(files, expected, str(source), ignored)
 
 
 # `locate_tensors` for an autoencoder of which only the decoder is used.
@@ -274,7 +274,7 @@ def _with_aliases(table: list[ParameterEntry], stored_names: set[str]) -> list[P
     ]
 
 
-def match_tensors(
+def check_tensors(
     files: Sequence[Path],
     expected: Mapping[str, tuple[int, ...]],
     source: str,

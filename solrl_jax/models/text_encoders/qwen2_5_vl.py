@@ -20,7 +20,7 @@ from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported, with_rope_theta
 from solrl_jax.models.loading.tensor_files import StoredTensor, read_header, weight_files
-from solrl_jax.models.loading.weights import ParameterEntry, match_tensors, parameter_table
+from solrl_jax.models.loading.weights import ParameterEntry, check_tensors, parameter_table
 from solrl_jax.models.text_encoders.decoder import (
     GroupedQueryAttention,
     PreNormLayer,
@@ -177,7 +177,7 @@ def locate_language_tensors(
         for entry in parameter_table(state)
     ]
     expected = {name: entry.torch_shape for entry in table for name in entry.names}
-    return table, match_tensors(files, expected, str(source), lambda name: name.startswith(UNUSED))
+    return table, check_tensors(files, expected, str(source), lambda name: name.startswith(UNUSED))
 
 
 class Qwen2_5_VLTextModel(nnx.Module):

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 
 from solrl_jax.models.loading.tensor_files import STORED_DTYPES, StoredTensor
-from solrl_jax.models.loading.weights import ParameterEntry, match_tensors, parameter_table
+from solrl_jax.models.loading.weights import ParameterEntry, check_tensors, parameter_table
 
 # For the tensors outside of the layers: the name in transformers -> the name in OpenCLIP.
 NAMES = {
@@ -84,7 +84,7 @@ def locate_open_clip_tensors(
             if third is not None:
                 shape = (len(THIRDS) * shape[0], *shape[1:])
             expected[open_clip] = shape[::-1] if name in TRANSPOSED else shape
-    tensors = match_tensors([file], expected, str(file), lambda name: False)
+    tensors = check_tensors([file], expected, str(file), lambda name: False)
 
     stored = {}
     for entry in table:

@@ -19,7 +19,7 @@ FILE = "scores.sqlite"
 # Part of every key. It changes if the same request would be scored in another way.
 VERSION = 1
 # Seconds that a process waits for another one that writes.
-BUSY = 30.0
+LOCK_TIMEOUT = 30.0
 
 
 def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> str:
@@ -61,12 +61,12 @@ class Cache:
 
         Raises:
             Failure: If it cannot be created, the file is no SQLite database or cannot be written,
-                or another process has it locked for 30 seconds (`BUSY`).
+                or another process has it locked for 30 seconds (`LOCK_TIMEOUT`).
         """
         self._path = folder / FILE
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._database = sqlite3.connect(self._path, timeout=BUSY, isolation_level=None)
+            self._database = sqlite3.connect(self._path, timeout=LOCK_TIMEOUT, isolation_level=None)
             self._database.execute("PRAGMA journal_mode=WAL")
             self._database.execute("PRAGMA synchronous=NORMAL")
             self._database.execute(
@@ -84,7 +84,8 @@ class Cache:
 
         Raises:
             Failure: If the file cannot be read, the entry is no JSON object of numbers that are
-                finite as floats, or another process has the file locked for 30 seconds (`BUSY`).
+                finite as floats, or another process has the file locked for 30 seconds
+                (`LOCK_TIMEOUT`).
         """
         try:
             row = self._database.execute("SELECT scores FROM scores WHERE key = ?", [key])
@@ -105,7 +106,7 @@ class Cache:
 
         Raises:
             Failure: If the file cannot be written, e.g. on a full disk, or another process has it
-                locked for 30 seconds (`BUSY`).
+                locked for 30 seconds (`LOCK_TIMEOUT`).
         """
         try:
             self._database.execute(

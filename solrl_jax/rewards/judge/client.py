@@ -25,9 +25,9 @@ from solrl_jax.rewards.judge.settings import JudgeSettings
 from solrl_jax.storage.readers import parse_json
 
 # The largest answer in bytes.
-MOST = 2**20
+MAX_ANSWER_BYTES = 2**20
 # The most characters of a server's message that are repeated.
-MOST_MESSAGE = 200
+MAX_MESSAGE_CHARACTERS = 200
 
 
 def find_key(settings: JudgeSettings) -> str:
@@ -101,7 +101,7 @@ class Answer:
             RecursionError,
             OverflowError,
         ):
-            start = body[:MOST_MESSAGE].decode(errors="replace")
+            start = body[:MAX_MESSAGE_CHARACTERS].decode(errors="replace")
             raise Failure(f"expected a chat completion, got {brief_repr(start)}") from None
 
 
@@ -169,8 +169,8 @@ class Client:
         Raises:
             Failure: If there is no answer before the deadline, a redirect, an error status after
                 the last attempt, an answer that is compressed or has more than 2**20 bytes
-                (`MOST`), or no chat completion. The message is one line, with "***" in place of the
-                key.
+                (`MAX_ANSWER_BYTES`), or no chat completion. The message is one line, with "***" in
+                place of the key.
         """
         async with self._free:
             loop = asyncio.get_running_loop()
@@ -237,7 +237,8 @@ class Client:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an answer, read as it arrives, that is given up after 2**20 bytes (`MOST`).
+    """The body of an answer, read as it arrives, that is given up after 2**20 bytes
+    (`MAX_ANSWER_BYTES`).
 
     Iterating over it yields the parts of the body. It raises `Failure` instead of yielding the part
     that exceeds the limit.
@@ -255,14 +256,14 @@ class _BoundedStream(httpx2.AsyncByteStream):
         """Yields the parts of the body, as they arrive.
 
         Raises:
-            Failure: When the parts have more than 2**20 bytes (`MOST`) together. The part
-                that goes beyond them is not yielded.
+            Failure: When the parts have more than 2**20 bytes (`MAX_ANSWER_BYTES`) together. The
+                part that goes beyond them is not yielded.
         """
         size = 0
         async for part in self._stream:
             size += len(part)
-            if size > MOST:
-                raise Failure(f"an answer of more than {MOST} bytes")
+            if size > MAX_ANSWER_BYTES:
+                raise Failure(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
             yield part
 
     async def aclose(self) -> None:
@@ -355,7 +356,7 @@ def _describe_status(error: openai.APIStatusError) -> str:
         if isinstance(content, dict):
             content = content.get("message") or content.get("detail")
         message = content if isinstance(content, str) else message
-    reason = one_line(" ".join(message.split()))[:MOST_MESSAGE] or "no message"
+    reason = one_line(" ".join(message.split()))[:MAX_MESSAGE_CHARACTERS] or "no message"
     return f"status {error.status_code} ({reason})"
 
 
@@ -371,5 +372,5 @@ def _root_cause(error: BaseException) -> str:
     """
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]
-    message = one_line(" ".join(text(error).split()))[:MOST_MESSAGE]
+    message = one_line(" ".join(text(error).split()))[:MAX_MESSAGE_CHARACTERS]
     return message or type(error).__name__

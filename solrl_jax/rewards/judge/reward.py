@@ -27,7 +27,7 @@ from solrl_jax.storage.images import to_uint8
 
 # The fraction of the remaining time of a call after which its last requests fail. The rest is for
 # returning the other scores.
-SHARE = 0.9
+REQUEST_TIME_FRACTION = 0.9
 JPEG_QUALITY = 95
 
 Scores = dict[str, Float[np.ndarray, " n"]]
@@ -207,8 +207,8 @@ class Service:
     def score_all(self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]) -> Scores:
         """Scores images or pairs of images. Returns when every request has a score or has failed.
 
-        Requests without an answer fail when 9/10 (`SHARE`) of the seconds that are left to this
-        call (`seconds_left`) have passed. Also counts the failed rows as "failures"
+        Requests without an answer fail when 9/10 (`REQUEST_TIME_FRACTION`) of the seconds that are
+        left to this call (`seconds_left`) have passed. Also counts the failed rows as "failures"
         (`rewards.usage`).
 
         Args:
@@ -247,8 +247,8 @@ class Service:
     ) -> list[dict[str, float] | Failure | None]:
         """Gets the scores of all rows: from the cache, or by requests that run at the same time.
 
-        Equal rows share one request. Requests without an answer fail when 9/10 (`SHARE`) of the
-        seconds that are left to this call have passed.
+        Equal rows share one request. Requests without an answer fail when 9/10
+        (`REQUEST_TIME_FRACTION`) of the seconds that are left to this call have passed.
 
         Args:
             sent: For each row a tuple of one image, or of two if the judge compares; None for a row
@@ -263,7 +263,7 @@ class Service:
             ValueError: If `sent` and `prompts` differ in length.
             Exception: The first error of a request that is no Failure, after all have ended.
         """
-        deadline = asyncio.get_running_loop().time() + SHARE * seconds_left()
+        deadline = asyncio.get_running_loop().time() + REQUEST_TIME_FRACTION * seconds_left()
         tasks: dict[str, asyncio.Task[dict[str, float]]] = {}
         keys: list[str | None] = []
         for images, prompt in zip(sent, prompts, strict=True):

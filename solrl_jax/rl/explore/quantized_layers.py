@@ -38,10 +38,10 @@ class LinearLayer:
         layers: The number of layers in the stack; 1 if it is not a stack.
         n_in: The number of inputs of one layer.
         n_out: The number of outputs of one layer.
-        kept: Why the parameter stays in the training precision, or "" if it is quantized. "skip
-            NAME": NAME of `modules_to_not_convert` is a part of its path. "min_dim WIDTH": the
-            larger of its inputs and outputs is at most WIDTH. Otherwise the name of an exploration
-            format that quantizes nothing.
+        reason_kept: Why the parameter stays in the training precision, or "" if it is quantized.
+            "skip NAME": NAME of `modules_to_not_convert` is a part of its path. "min_dim WIDTH":
+            the larger of its inputs and outputs is at most WIDTH. Otherwise the name of an
+            exploration format that quantizes nothing.
         bytes_before: The bytes of the parameter in the training precision, all layers together.
         bytes_after: The bytes that it takes during exploration, all layers together.
         errors: For each layer, |quantized - exact| / |exact| in the Frobenius norm. Empty if it was
@@ -52,7 +52,7 @@ class LinearLayer:
     layers: int
     n_in: int
     n_out: int
-    kept: str
+    reason_kept: str
     bytes_before: int
     bytes_after: int
     errors: tuple[float, ...] = ()
@@ -247,7 +247,7 @@ def with_errors(
     flat = flatten(params)
     measured = []
     for layer in layers:
-        if not layer.kept:
+        if not layer.reason_kept:
             errors = measure(flat[layer.path], adapters.get(layer.path))
             layer = dataclasses.replace(layer, errors=tuple(map(float, errors)))
         measured.append(layer)
@@ -266,7 +266,7 @@ def totals(layers: Sequence[LinearLayer]) -> dict[str, int]:
         "bytes_after"); and the bytes of the quantized ones ("quantized_bytes_before",
         "quantized_bytes_after").
     """
-    quantized = [layer for layer in layers if not layer.kept]
+    quantized = [layer for layer in layers if not layer.reason_kept]
     return {
         "linears": sum(layer.layers for layer in layers),
         "quantized": sum(layer.layers for layer in quantized),
@@ -318,8 +318,8 @@ def _line(layer: LinearLayer, form: Format, width: int) -> str:
         measured, "error SMALLEST to LARGEST" over its layers.
     """
     shape = f"{layer.layers} x {layer.n_in} -> {layer.n_out}"
-    if layer.kept:
-        outcome = f"stays: {layer.kept}"
+    if layer.reason_kept:
+        outcome = f"stays: {layer.reason_kept}"
     elif layer.errors:
         outcome = f"{form.name}, error {min(layer.errors):.4f} to {max(layer.errors):.4f}"
     else:

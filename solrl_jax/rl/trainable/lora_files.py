@@ -236,7 +236,7 @@ def import_lora(
         b = tensors[name]["b"].reshape(-1, ranks[name])
         if mixed:
             b = b * np.float32(alphas[name] / ranks[name])
-        if layer.aliased and name.endswith(("adaLN_modulation.1", "adaLN_modulation_1")):
+        if layer.has_author_name and name.endswith(("adaLN_modulation.1", "adaLN_modulation_1")):
             b = _scale_first(b, a.shape[1])
         start = 0
         for module in layer.modules:

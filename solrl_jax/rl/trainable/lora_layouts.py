@@ -139,7 +139,7 @@ class FileLayer:
     Attributes:
         modules: The diffusers modules that it stands for: one, or several fused ones, whose outputs
             follow one another in this order.
-        aliased: Whether the file has the name that the model's authors use, and not that of
+        has_author_name: Whether the file has the name that the model's authors use, and not that of
             diffusers. A modulation layer of shift and scale then has the shift first; in diffusers
             the scale is first.
         keys: The keys of its tensors in the file, by part: "a", "b" and, if the file has one,
@@ -147,7 +147,7 @@ class FileLayer:
     """
 
     modules: tuple[str, ...]
-    aliased: bool
+    has_author_name: bool
     keys: dict[str, str]
 
 
