@@ -94,7 +94,7 @@ def save_grid(
     columns: int,
     captions: Sequence[str],
     facts: Sequence[Mapping[str, Any]] = (),
-    frames_per_second: int = 16,
+    frames_per_second: int | None = None,
 ) -> None:
     """Writes images in rows with captions as PNG, one pixel of the file per pixel of an image.
 
@@ -112,14 +112,16 @@ def save_grid(
         facts: For each image a dict of JSON values, which is stored in the file and which
             `read_grid` returns with the image. The key "box" is reserved. If there are fewer than
             n, `read_grid` returns only the first images; dicts beyond n are ignored.
-        frames_per_second: The playback rate of clips.
+        frames_per_second: The playback rate, which clips must have. Images ignore it.
 
     Raises:
-        ValueError: If there is not one caption per image.
+        ValueError: If there is not one caption per image, or clips have no playback rate.
         RunError: If the disk refuses.
     """
     from PIL import Image, ImageDraw
 
+    if images.ndim == 5 and frames_per_second is None:
+        raise ValueError("clips need frames_per_second")
     pixels = to_uint8(images)
     if pixels.ndim == 4:
         pixels = pixels[:, None]
@@ -151,7 +153,7 @@ def save_grid(
     ]
     texts_in_file = {_CELLS: json.dumps(cells)} if cells else {}
     _save_image(path, draw_sheet(0, size), **texts_in_file)
-    if images.ndim == 5:
+    if images.ndim == 5 and frames_per_second is not None:
         moving = Path(path) if isinstance(path, str) else path
         moving_size = _moving_size(size, frames)
         sheets = (draw_sheet(frame, moving_size) for frame in range(frames))

@@ -103,7 +103,7 @@ def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, p
     grid = evaluate.ImageGrid.from_samples(prompts, samples)
     assert grid.images.shape == (2, 2, FRAMES, 16, 8, 3)
     flat = grid.images.reshape(-1, *grid.images.shape[2:])
-    image_files.save_grid(tmp_path / "grid.png", flat, 2, ["a"] * 4)
+    image_files.save_grid(tmp_path / "grid.png", flat, 2, ["a"] * 4, frames_per_second=16)
     with Image.open(tmp_path / "grid.webp") as moving:
         assert moving.n_frames == FRAMES
     assert "x 2 clips of 9 frames of 8 x 16; dpm2" in evaluate.describe_evaluation(experiment)

@@ -59,7 +59,11 @@ def test_a_clip_is_an_animation_of_its_frames(tmp_path):
 def test_a_grid_of_clips_shows_first_frames_and_moves_beside_it(tmp_path):
     clips = RNG.random((3, 4, 24, 30, 3), np.float32)
     facts = [{"prompt": name} for name in "abc"]
-    image_files.save_grid(tmp_path / "grid.png", clips, 2, list("abc"), facts)
+    path = tmp_path / "grid.png"
+    with pytest.raises(ValueError, match="frames_per_second"):
+        image_files.save_grid(path, clips, 2, list("abc"), facts)
+    assert not path.exists()
+    image_files.save_grid(path, clips, 2, list("abc"), facts, frames_per_second=16)
     image_files.save_grid(tmp_path / "first.png", clips[:, 0], 2, list("abc"), facts)
     assert (sheet_of(tmp_path / "grid.png") == sheet_of(tmp_path / "first.png")).all()
     assert len(image_files.read_grid(tmp_path / "grid.png")) == 3
