@@ -165,7 +165,7 @@ def command(
         summary |= {"other": other, "differences": differences}
         if gallery is not None:
             differing = LargestDifferences.find(result, other_result, *SHOWN)
-            _draw(
+            _save_comparison(
                 gallery,
                 differing,
                 (target, other),
@@ -230,7 +230,7 @@ def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
         return evaluate(experiment, adapters, progress.update)
 
 
-def _draw(
+def _save_comparison(
     path: Path,
     differing: LargestDifferences,
     names: tuple[str, str],

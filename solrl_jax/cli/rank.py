@@ -69,7 +69,9 @@ def command(
 ) -> None:
     """Measure how well exploration ranks candidates.
 
-    All candidates of some held-out prompts are explored, and generated in full for comparison.
+    All candidates of some held-out prompts are generated in full once, and explored once for each
+    combination of exploration options, formats and steps. A run's policy is the EMA of its newest
+    checkpoint; that of a preset is the one that training starts from.
 
     \b
     solrl rank tiny --explore paper,best

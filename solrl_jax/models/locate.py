@@ -22,7 +22,8 @@ def open_model(
     path: str, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
 ) -> Pipeline:
     """Opens the pipeline that `path` names. Its weights are not read, but the newest revision of a
-    hub repository is downloaded, weights included, unless it is in the hub's cache.
+    hub repository is downloaded, weights included, unless it is in the hub's cache. Without a
+    network, the newest revision in the cache is used.
 
     Args:
         path: the directory of a diffusers pipeline, `embedded:NAME` for one that this package
@@ -39,9 +40,9 @@ def open_model(
         The pipeline, an instance of the class that its `model_index.json` names.
 
     Raises:
-        InputError: the model is missing, incomplete or not supported, or cannot be downloaded;
-            `mhla` is given for another model than SANA; or the tokens of the image size do not
-            divide into its number of blocks.
+        InputError: the model is missing, incomplete or not supported, or is neither in the hub's
+            cache nor can be downloaded; `mhla` is given for another model than SANA; or the tokens
+            of the image size do not divide into its number of blocks.
     """
     folder = find_model(path)
     with in_one_line():

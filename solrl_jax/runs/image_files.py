@@ -414,12 +414,12 @@ def save_before_after(
         draw.text((left, margin), title, _INK, title_font)
         for row, column in np.ndindex(images.shape[:2]):
             verdict = None if right is None else bool(right[row, column])
-            framed = _draw_frame(images[row, column], size, verdict)
+            framed = _framed(images[row, column], size, verdict)
             sheet.paste(framed, (left + column * step, margin + head + row * row_height + caption))
     _save_image(path, sheet, Title="    ".join(titles))
 
 
-def _draw_frame(
+def _framed(
     image: UInt8[np.ndarray, "h w 3"], size: tuple[int, int], right: bool | None
 ) -> "Image":
     """Returns an image with a frame of `_FRAME` (4) pixels, and a mark in its lower right corner.
@@ -427,8 +427,9 @@ def _draw_frame(
     Args:
         image: The image, bytes [height, width, 3] in RGB.
         size: Width and height in pixels to which the image is resized, without the frame.
-        right: True draws a tick, False a cross. None: the frame has the color of the paper and
-            there is no mark.
+        right: Whether a verifier accepts the image. True: a green frame and a tick. False: an
+            orange frame and a cross. None: the frame has the color of the paper and there is no
+            mark.
 
     Returns:
         An RGB image of Pillow, 8 pixels wider and higher than `size`.

@@ -89,7 +89,7 @@ def write(root: RunPath, iteration: int, columns: Mapping[str, Any]) -> RunPath:
         TypeError: If a column has values of another kind, such as text for a number.
         RunError: If the disk refuses.
     """
-    columns = {"iteration": iteration, **columns}
+    columns = {**columns, "iteration": iteration}
     num_rows = len(columns["kept"])
     table = pa.table(
         [_column(field, columns[field.name], num_rows) for field in SCHEMA], schema=SCHEMA

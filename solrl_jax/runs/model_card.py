@@ -258,7 +258,7 @@ def _front_matter(config: Config, whole: bool) -> str:
     license = find_license(base)
     if license is not None:
         metadata |= {key: value for key, value in license._asdict().items() if value is not None}
-    if _is_repository(base):
+    if _names_repository(base):
         metadata["base_model"] = base
         metadata["base_model_relation"] = "finetune" if whole else "adapter"
     metadata["library_name"] = "diffusers"
@@ -273,8 +273,9 @@ def _front_matter(config: Config, whole: bool) -> str:
     return f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---"
 
 
-def _is_repository(base: str) -> bool:
-    """Whether `model.path` names a repository of the hub, and no directory.
+def _names_repository(base: str) -> bool:
+    """Returns whether `model.path` has the form OWNER/NAME of a repository of the hub, and no
+    directory has that name. The hub is not asked.
 
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
@@ -290,7 +291,7 @@ def _base_link(base: str) -> str:
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
     """
-    if _is_repository(base):
+    if _names_repository(base):
         return f"[{base}](https://huggingface.co/{base})"
     return f"`{_public(base)}`"
 

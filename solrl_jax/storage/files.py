@@ -590,19 +590,19 @@ def download_directory(source: StorePath, target: Path) -> list[str]:
 
 
 def remove_directory(path: RunPath) -> None:
-    """Removes a directory with its content, in such a way that a kill leaves no part of it under
-    its name.
+    """Removes a directory with its content, in such a way that what a kill leaves of it does not
+    count.
 
-    The directory is renamed to `.removing-NAME` first, in place of an older one of that name. If
-    it is a link, only the link is removed.
+    On a disk the directory is renamed to `.removing-NAME` first, in place of an older one of that
+    name; of a link, only the link is removed. A store has no rename: there the manifest is removed
+    first, without which the rest does not count.
 
     Args:
-        path: The directory, which must exist. If its name is `.removing-NAME` already, it is not
-            renamed and may be missing. In a store the manifest is removed first, so that the
-            directory no longer counts after a kill.
+        path: The directory. On a disk it must exist, unless its name is `.removing-NAME` already.
+            In a store it may be missing.
 
     Raises:
-        RunError: If the disk refuses, or the directory does not exist.
+        RunError: If the disk or the store refuses, or a directory on a disk does not exist.
     """
     if isinstance(path, StorePath):
         with writing(path):

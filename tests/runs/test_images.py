@@ -83,7 +83,7 @@ def test_a_moving_grid_beyond_the_limits_of_webp_is_shrunk(tmp_path, monkeypatch
     clips[:, 1] = 0.5
     facts = [{"number": number} for number in range(600)]
     path = tmp_path / "grid.png"
-    image_files.save_grid(path, clips, 1, ["x"] * 600, facts)
+    image_files.save_grid(path, clips, 1, ["x"] * 600, facts, frames_per_second=16)
     assert Image.open(path).height > image_files.MAX_WEBP_SIDE
     assert Image.open(tmp_path / "grid.webp").height == image_files.MAX_WEBP_SIDE
     found, _ = image_files.read_moving_grid(path, 2, 16)
@@ -92,10 +92,10 @@ def test_a_moving_grid_beyond_the_limits_of_webp_is_shrunk(tmp_path, monkeypatch
         assert abs(first.getpixel(center)[0] - 255 * value) <= 6  # lossy and resized
         assert abs(second.getpixel(center)[0] - 128) <= 6
     # So is one whose frames together have more pixels than fit into memory.
-    image_files.save_grid(path, clips[:4], 2, ["x"] * 4, facts)
+    image_files.save_grid(path, clips[:4], 2, ["x"] * 4, facts, frames_per_second=16)
     width, height = Image.open(path).size
     monkeypatch.setattr(image_files, "MAX_MOVING_PIXELS", width * height // 2)
-    image_files.save_grid(path, clips[:4], 2, ["x"] * 4, facts)
+    image_files.save_grid(path, clips[:4], 2, ["x"] * 4, facts, frames_per_second=16)
     assert Image.open(tmp_path / "grid.webp").size == (width // 2, height // 2)
     # A clip of its own is not shrunk.
     with pytest.raises(RunError, match=r"1 frames of 8 x 16384 pixels cannot be written as WebP"):

@@ -40,7 +40,7 @@ class Preprocessing:
 
     Attributes:
         size: Height and width of the result in pixels.
-        kernel: Resampling kernel: "bilinear" or "bicubic".
+        kernel: Resampling kernel, with antialiasing: "bilinear" or "bicubic".
         eight_bit: Whether to work on 8-bit images, as Pillow does: values are rounded and clipped.
             Otherwise the result is that of PyTorch, neither rounded nor clipped.
         fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
