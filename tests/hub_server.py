@@ -7,6 +7,7 @@ import http.server
 import json
 import re
 import threading
+import urllib.parse
 from collections.abc import Iterator, Mapping
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -21,7 +22,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self):
-        path = self.path.split("?")[0]
+        path = urllib.parse.unquote(self.path.split("?")[0])
         for key, files in self.server.repositories.items():
             page = key.removeprefix("models/")
             if path == f"/api/{key}/tree/{COMMIT}" or path == f"/api/{key}/tree/main":

@@ -19,7 +19,11 @@ from solrl_jax.study.runs import log_of, train
 @click.argument("plan", metavar="PLAN", type=TARGET)
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--quick", is_flag=True, help="Use the plan's reduced settings.")
-@click.option("--out", type=PATH, help="Output directory.  [default: runs/study-PLAN]")
+@click.option(
+    "--out",
+    type=PATH,
+    help="Output directory.  [default: runs/study-PLAN, or runs/study-PLAN-quick]",
+)
 @click.option(
     "--processes",
     type=click.IntRange(1, 64),
@@ -63,8 +67,11 @@ def command(
         overrides: Settings of all runs that differ, as `key=value`.
         quick: Whether to train the small version of the study, with the seeds and overrides under
             `quick` in the plan.
-        out: The directory of the runs and the tables; None: `runs/study-PLAN`.
-        processes: The number of runs that train at once, 1 to 64. None: one per CPU core.
+        out: The directory of the runs, their logs, and `study.json`, `study.md` and `study.png`.
+            None: `runs/study-NAME`, where NAME is that of the plan or its file without ".yaml",
+            with "-quick" added for the quick version.
+        processes: The number of runs that train at once, 1 to 64. None: one per CPU core. Must be
+            None with `compare_only`.
         prices: The prices of the counted work: the name MODEL-DEVICE of prices in the package, e.g.
             "sana-b200", or a file with the JSON of `solrl plan`.
         compare_only: Whether to train nothing, and only compare the runs that are finished.

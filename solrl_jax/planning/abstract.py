@@ -82,9 +82,10 @@ def abstract_experiment(
     """Builds what training builds first, but with a ShapeDtypeStruct in place of every array.
 
     An `Experiment` holds the networks, the reward and the prompts of a run. Its functions can be
-    traced and compiled with these shapes; it cannot sample or train. No weights, vocabularies or
-    prompt files are needed. Also imports an objective and rewards from outside the package, and
-    reads the prompts, as `some_prompts` does.
+    traced and compiled with these shapes; it cannot sample or train. No weights or vocabularies
+    are needed. Also imports an objective and rewards from outside the package, and reads the
+    training prompts, for which it may download a data set of the hub. If they cannot be read, empty
+    texts stand for them (`some_prompts`).
 
     Three things are simpler than in training: the prompts for tests are those for training, one
     reward (that of `reward.weights`) does all scoring, and images have the largest training size.

@@ -105,16 +105,18 @@ class Roofline:
             * "seconds": the lower bound for one call.
             * "split": a dict of its parts: seconds of "products" (matmuls), "attention", "memory"
               (kernels that only move data) and "links" (collectives).
-            * "products_at_peak": the seconds of the arithmetic alone.
+            * "products_at_peak": the seconds of the arithmetic alone, that of attention too.
             * "kernels" and "native": the number of runs of all kernels, and of each library
               function and Pallas kernel by name.
             * "operations": arithmetic operations by unit, e.g. {"bf16": 1e12}.
             * "memory_traffic": bytes of main memory that are read and written.
-            * "collectives": a list of dicts with "kind", "overlaps", "count", "sent", "crossing"
-              and "seconds", one per kind of collective, and apart for those that overlap with
-              kernels.
-            * "largest": a list of the 8 longest kernels as dicts with "name", "result", "source",
-              "times", "seconds" and "at_peak" (the seconds of their arithmetic alone).
+            * "collectives": a list of dicts, one per kind of collective, and apart for those that
+              overlap with kernels: "kind", "overlaps" (whether kernels run meanwhile), "count" (of
+              runs), "sent" (bytes that one device sends in all runs), "crossing" (those of them
+              that go to another host) and "seconds".
+            * "largest": a list of the 8 longest kernels as dicts: "name", "result" (type and shape
+              of the first result), "source" (the operation of JAX that it came from), "times" (of
+              runs), "seconds" of all runs, and "at_peak" (the seconds of their arithmetic alone).
             * "unknown_loops": the number of loops that count as one iteration, because the number
               of their iterations is unknown.
         """

@@ -234,7 +234,7 @@ def sample_scoring(
         host: The rewards outside JAX, and how their worker processes run.
         prompts: The prompt of each sample of the whole series, in order, the same on every host.
         chunk: The number of samples per call of `SampleScoring.add`. The last chunk is padded to
-            it.
+            it by the caller.
         frames: The number of frames of a sample that rewards of images get, at most those that it
             has; 1 for images.
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
@@ -267,9 +267,11 @@ def divided_scoring(
 
     Args:
         host: The rewards outside JAX ("host rewards"), and how their worker processes run.
-        prompts: The prompt of each image of the whole series, in order, the same on every host.
+        prompts: The prompt of each image of the whole series, in order, the same on every host. For
+            rewards that compare images, neighbors with equal prompts form the groups, so the images
+            of a prompt must be adjacent; every host then gets all images.
         chunk: The number of images per call of `DividedScoring.add`. The last chunk is padded to
-            it.
+            it by the caller.
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
 
     Yields:

@@ -163,9 +163,10 @@ class Workers:
         return wait
 
     def close(self) -> None:
-        """Ends the processes and drops their calls. Does nothing if none have started.
+        """Ends the processes; calls without a result are lost. Does nothing if none have started.
 
-        The next call starts new processes.
+        The next call starts new processes. So does waiting for a lost call, which is then repeated
+        once.
         """
         if self._pool is not None:
             pool = self._pool

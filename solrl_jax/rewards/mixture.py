@@ -39,8 +39,8 @@ def mixture(
         weights: The weights of the scores of `parts`, by name ("part" or "part/score"). Scores
             without a weight are only recorded. If it is empty, there is no "reward" among the
             returned scores.
-        parts: Rewards inside JAX by name, all of which score single images; or, for a sum that
-            becomes a `group`, all of which are groupwise. (The caller then sets the fields
+        parts: Rewards inside JAX by name, none of which is groupwise; or, for a sum that becomes a
+            `group`, all of which are. (The caller then sets the fields
             `groupwise` and `group_size` of the result.) May be empty if there is a `host` or
             `group`; the result's `score` is None then.
         host: Rewards outside JAX with their own weights, or None.

@@ -589,8 +589,9 @@ def sample_chunk(
         recorded_steps: How many steps to record, from the first step that adds noise on; static.
             All of them must add noise. 0 records nothing.
         keep_intermediate: Whether to return the latents after the first segment; static.
-        query_steps: Consecutive steps, one of which is drawn for each sample, to return its
-            beginning in place of recorded steps; static. None: there are none.
+        query_steps: Consecutive steps, counted from 0 over all segments; static. One of them is
+            drawn for each sample from its seed (`draw_steps` draws the same ones again), and its
+            beginning is returned in place of recorded steps. None: none is drawn.
 
     Returns:
         The clean latents; the latents before the first recorded step and after each recorded step,

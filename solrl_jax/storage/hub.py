@@ -51,7 +51,8 @@ def snapshot(
     Args:
         name: The repository, OWNER/NAME.
         patterns: A function without arguments that returns which files: paths in the repository, or
-            patterns such as "*.json". It may ask the hub; its errors become the InputError below.
+            patterns such as "*.json". It is called in any case, also without a network. It may
+            ask the hub; its errors become the InputError below, even if the cache has the files.
         what: The beginning of the error message, e.g. the configuration field and its value.
         remedy: Text for the end of the error message, e.g. advice.
         repo_type: The kind of the repository, "model" or "dataset".

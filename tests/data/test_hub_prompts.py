@@ -209,9 +209,12 @@ def online(tmp_path, environment, path):
 @pytest.mark.slow
 def test_a_set_is_downloaded_once_and_only_the_files_of_the_split(tmp_path, monkeypatch):
     huge = {"README.md": b"# big", "train.parquet": b"x"}
-    with serve({"datasets/owner/set": dict(DATASET), "datasets/owner/huge": huge}) as served:
+    odd = {"README.md": b"# odd", "train[1].csv": b"prompt\na house\n"}
+    sets = {"set": dict(DATASET), "huge": huge, "odd": odd}
+    with serve({f"datasets/owner/{name}": files for name, files in sets.items()}) as served:
         _, environment = served
         prompts = online(tmp_path, environment, "hub:owner/set")
+        assert online(tmp_path, environment, "hub:owner/odd") == ["a house"]
         absent = online(tmp_path, environment, "hub:owner/absent")
     assert prompts == ["a cat", "a dog", "a bird"]
     assert re.match(

@@ -370,7 +370,8 @@ class Flux2SingleBlock(nnx.Module):
 
 
 def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> Rotation:
-    """Returns the rotary angles of the text tokens, then of the image tokens, row by row.
+    """Returns the cosines and sines of the rotary angles of the text tokens, then of the image
+    tokens, row by row.
 
     A position has four coordinates: (0, row, column, 0) for image tokens, and (0, 0, 0, index) for
     text tokens. The first coordinate distinguishes reference images.
