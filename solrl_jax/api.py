@@ -49,9 +49,9 @@ from solrl_jax.storage.stores import RunPath, run_path
 def load(preset: str, *overrides: str) -> Experiment:
     """Builds the experiment of a preset: models, prompts and rewards of a run, ready to use.
 
-    Loads the weights onto the devices, after downloading models and rewards that the hub's cache
-    lacks, imports the rewards and objectives `module:function` that the configuration names, and
-    starts the worker processes of rewards outside of JAX. Writes no run directory. Warns
+    Loads the weights onto the devices, after downloading models, rewards and prompt sets that the
+    hub's cache lacks, imports the rewards and objectives `module:function` that the configuration
+    names, and starts the worker processes of rewards outside of JAX. Writes no run directory. Warns
     (UserWarning) about settings that were chosen or reduced automatically. With several processes,
     all must call it with the same arguments.
 
@@ -251,7 +251,8 @@ def rank(
     which gives their true rewards, and once for every combination of exploration options, formats
     and numbers of steps, which gives proxy rewards (those of `rollout.explore.reward` if it is
     set). With `reward.combine=advantages`, the weighted sums of normalized scores take the place of
-    rewards.
+    rewards. Prompts that the prompt cache lacks are encoded and added to it, for which the text
+    encoders are loaded. With several processes, all must call it with the same arguments.
 
     Args:
         experiment: The experiment, with its test prompts, rewards and exploration. In its
@@ -510,7 +511,7 @@ def export(
 
     LoRA adapters become a LoRA. A run that trains parameters in full becomes a directory for
     `from_pretrained` of the transformer's class (with a LoRA in it if there are adapters too). The
-    weights of the base model are loaded.
+    weights of the base model are loaded, and downloaded if the hub's cache lacks them.
 
     With `hub`, a folder with the weights, a model card and sample images is written and uploaded to
     the Hugging Face hub.
@@ -531,8 +532,9 @@ def export(
         checkpoint: "latest" (the newest that is not damaged), "best" (highest evaluation reward; of
             equal ones the newest), or the number of an iteration as text.
         force: Whether existing files may be replaced. If not, they are an InputError.
-        hub: The repository to upload to, OWNER/NAME, which is created if it does not exist. Only
-            for "diffusers". None: nothing is uploaded.
+        hub: The repository to upload to, OWNER/NAME, which is created if it does not exist. In an
+            existing one, files of the same names are replaced, and others stay. Only for
+            "diffusers". None: nothing is uploaded.
         private: Whether a new repository is private. Only with `hub`.
         dry_run: Whether to write the folder without uploading it. Only with `hub`.
 

@@ -80,6 +80,9 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     solrl doctor flux1_sol_rl_hpsv2 mesh.fsdp=8 reward.paths.hpsv2=weights/hpsv2.safetensors
 
     \f
+    Reward functions from outside the package are imported, unless something is missing before that
+    (`find_missing`).
+
     Args:
         preset: The name of a preset; None: only the machine is described.
         overrides: Settings that differ, as `key=value`. "mesh=auto" is ignored.
@@ -497,8 +500,8 @@ def table(summary: dict[str, Any]) -> str:
     Args:
         summary: The description of the machine, with the keys that `machine` returns, e.g.
             "versions", "devices", "formats", "checks" and "missing". If a preset was given, it also
-            has those of `needs` ("weights", "downloads", "judges", "adapted"), and "proposal", the
-            result of `proposal`.
+            has those of `find_missing` ("preset", "weights", "downloads", "judges", "adapted"), and
+            "proposal", the result of `proposal`.
 
     Returns:
         Lines of the form "SUBJECT TEXT". The last ones have the subject "missing": one line for

@@ -26,6 +26,9 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
     solrl encode flux1_sol_rl_pickscore model.prompt_cache_dir=/data/prompts
 
     \f
+    Encodes all training and test prompts that the cache lacks (`fill_cache`). The model and prompt
+    sets of the hub are downloaded unless they are in the hub's cache.
+
     Args:
         preset: The name of a preset.
         overrides: Settings that differ, as `key=value`.

@@ -82,16 +82,23 @@ def command(
     solrl eval runs/demo embedded:tiny-sana --paired      # what the run has gained
 
     \f
+    Each policy generates `eval.num_images_per_prompt` images for each of the first
+    `eval.num_prompts` test prompts.
+
     Args:
-        target: A run directory, the name of a preset, or a model.
+        target: A run directory, the name of a preset, or a model, that is a directory in the layout
+            of diffusers or "embedded:NAME". The policy of a preset or a model is the one that
+            training starts from.
         overrides: Settings `key=value` that differ from those of the target. With `paired`, the
             first one is not a setting, but the run, preset or model to compare with.
         paired: Whether a second policy is evaluated with the same settings and noise, and compared
-            with the first image by image. If it is that of a run, the newest checkpoint is used.
+            with the first image by image. For a run it is the EMA policy of the newest checkpoint;
+            for a preset or a model, the one that training with the settings of `target` starts
+            from.
         rewards: Names of rewards to compute beside the trained ones, separated by commas, with or
             without spaces around them. None: those of the field `reward.eval_only`.
-        gallery: A PNG file to write, with the 8 prompts and 4 images each on which the two policies
-            differ most. Only with `paired`. None: no file.
+        gallery: A PNG file to write, with the 8 prompts and 4 images each on which the rewards of
+            the two policies differ most. Only with `paired`. None: no file.
         preset: The preset whose settings a bare model is evaluated with; None: "tiny". Must be None
             for a run or a preset, which has its own settings.
         checkpoint: The checkpoint of `target` if that is a run: "best", "latest" or the number of
@@ -135,8 +142,11 @@ def command(
                 f"{config.model.path}, so their noise differs"
             )
         if other_run is None:
-            # It has no adapters. Those of its preset may be on parameters of another model.
-            other_config = config
+            # It has no adapters: neither those that the first policy starts from, nor those of its
+            # own preset, which may be on parameters of another model.
+            other_config = dataclasses.replace(
+                config, lora=dataclasses.replace(config.lora, path=None)
+            )
 
     experiment, adapters, iteration = api.open_policy(
         target, *overrides, preset=preset, checkpoint=checkpoint, trust=trust

@@ -230,15 +230,17 @@ def command(
     \f
     Args:
         model: A run directory, a model directory, "embedded:NAME", or OWNER/NAME of a repository of
-            the Hub.
-        prompts: A file with prompts, or "embedded:NAME". Repeated prompts each give an image.
+            the Hub, which is downloaded unless it is in the Hub's cache.
+        prompts: A file with prompts, "FILE:COLUMN", "embedded:NAME" or
+            "hub:OWNER/DATASET[:SPLIT][:COLUMN]" (`data.prompts.load_prompts`). Repeated prompts
+            each give an image.
         out: The directory for the PNGs (animated WebPs for clips), the grid and the arrays. It is
             created if necessary.
         instruction_file: A text file with the text that precedes every prompt, for SANA; None: that
             of the run, or none for a model.
         latents_file: A .npy file with the initial noise, float32 [N, C, h, w], or [N, C, t, h, w]
             for clips, with one entry per prompt; None: drawn from the seed.
-        force: Whether existing files of these names are replaced.
+        force: Whether files in `out` may be replaced. Others there stay.
         as_json: Whether to print the result as one line of JSON in place of text.
         **arguments: Keyword arguments of `api.generate` by their names: "num_steps",
             "guidance_scale", "true_cfg_scale", "negative_prompt", "vae_tile_size", "batch_size",

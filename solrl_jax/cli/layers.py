@@ -69,13 +69,16 @@ def command(
 
     \f
     Args:
-        target: A run directory or the name of a preset.
+        target: A run directory or the name of a preset. The weights of a run are those of the EMA
+            policy of its newest checkpoint, those of a preset the ones that training starts from.
         overrides: Settings that differ, as `key=value`.
-        errors: Whether to load the weights, with the newest checkpoint of a run, and measure the
-            error of each quantized layer. Not together with `sensitivity`.
+        errors: Whether to load the weights, and measure the error of each quantized layer. Not
+            together with `sensitivity`.
         sensitivity: The number of held-out prompts, from the first one on, for which images are
             generated to measure how quantizing each group of layers changes the ranking of
-            candidates, and to propose which groups to leave unquantized. None: not measured.
+            candidates, and to propose which groups to leave unquantized. All candidates of these
+            prompts are generated once in full, explored once with nothing quantized, and explored
+            once per group. None: not measured.
         drop: By how much the proposal may lower the rank correlation (Spearman) between the rewards
             of quantized exploration and of regeneration, 0 to 2; None: 0.02. Only with
             `sensitivity`.

@@ -47,6 +47,11 @@ def command(
     solrl plan flux1_sol_rl_pickscore mesh.fsdp=4 --device h200 --devices 8 --hosts 2 --hlo compiled
 
     \f
+    Compiles on all CPU cores. Also imports objectives and rewards from outside the package, and
+    reads the training prompts, for which a data set of the hub is downloaded unless it is in the
+    hub's cache. Sets environment variables for the rest of the process, with which JAX runs on the
+    CPU without a compilation cache, and libtpu looks for no TPU (`planning.topology.prepare`).
+
     Args:
         preset: The name of a preset.
         overrides: Settings that differ, as `key=value`.
@@ -56,9 +61,6 @@ def command(
         hlo: A directory for the compiled programs as text; None: they are not written.
         force: Whether programs that are at `hlo` are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
-
-    Also sets environment variables for the rest of the process, with which JAX runs on the CPU
-    without a compilation cache, and libtpu looks for no TPU (`planning.topology.prepare`).
 
     Raises:
         ConfigError: If the preset or an override is invalid.

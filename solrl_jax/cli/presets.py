@@ -38,7 +38,8 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
 
     \f
     Args:
-        show: The name of the preset to show; None: all presets are listed.
+        show: The name of the preset to show, for which its prompt sets are read, and downloaded if
+            they are on the hub and not in its cache. None: all presets are listed.
         show_all: Whether settings without effect are shown too. Only with `show`.
         overrides: Settings that differ, as `key=value`. Only with `show`.
         as_json: Whether to print the result as one line of JSON in place of text.

@@ -28,9 +28,9 @@ def command(
 
     \f
     Args:
-        runs: The run directories, at least one.
-        out: The file to write; None: `report.html` in the run, or in the working directory for
-            several runs.
+        runs: The run directories, at least one. They may be in an object store (gs:// or s3://).
+        out: The file to write; None: `report.html` in the run (also if it is in a store), or in the
+            working directory for several runs.
         plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too; None: no plan.
         force: Whether an existing file is replaced. Without `out`, a report of an earlier call is
             replaced in any case.

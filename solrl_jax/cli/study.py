@@ -63,13 +63,14 @@ def command(
     \f
     Args:
         plan: The study to run: the name of one in the package, or a YAML file. It lists arms
-            (settings to compare) and seeds.
+            (settings to compare) and seeds; every arm is trained with every seed, except for runs
+            that are finished.
         overrides: Settings of all runs that differ, as `key=value`.
         quick: Whether to train the small version of the study, with the seeds and overrides under
             `quick` in the plan.
-        out: The directory of the runs, their logs, and `study.json`, `study.md` and `study.png`.
-            None: `runs/study-NAME`, where NAME is that of the plan or its file without ".yaml",
-            with "-quick" added for the quick version.
+        out: The directory of the runs, their logs, and `study.json`, `study.md` and `study.png`,
+            which each call replaces. None: `runs/study-NAME`, where NAME is that of the plan or its
+            file without ".yaml", with "-quick" added for the quick version.
         processes: The number of runs that train at once, 1 to 64. None: one per CPU core. Must be
             None with `compare_only`.
         prices: The prices of the counted work: the name MODEL-DEVICE of prices in the package, e.g.

@@ -72,12 +72,15 @@ def command(
     \f
     Args:
         preset: The name of a preset.
-        overrides: Settings that differ, as `key=value`.
+        overrides: Settings that differ, as `key=value`. "mesh=auto" chooses the mesh, the gradient
+            checkpointing and the batch sizes for this machine. "run.dir=PATH" is the run directory,
+            by default `runs/PRESET-FAMILY-seedSEED`.
         profile: The numbers of the iterations to trace, from 1; empty: none.
         html_report: Whether `report.html` in the run directory is kept up to date.
         force: Whether to continue with input files that changed, with sizes that seem too large for
             memory, and to replace a foreign `report.html`.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        as_json: Whether to print the result as one line of JSON in place of text. Of several
+            processes, only the first prints it.
         **processes: "hosts" (the number of processes as text, or "auto"), "host" (the number of
             this process, from 0) and "coordinator" (HOST:PORT of the first process); all None for a
             single process.

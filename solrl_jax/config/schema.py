@@ -147,7 +147,8 @@ class Model(Section):
             `mesh=auto` look up the settings of the model by this name. Any other text is accepted
             for a model without a file, for which there are no such settings.
         path: The weights: a directory in the layout of diffusers, the name of a repository on the
-            Hugging Face Hub, or "embedded:NAME" for a pipeline inside this package.
+            Hugging Face Hub, which is downloaded unless it is in the hub's cache, or
+            "embedded:NAME" for a pipeline inside this package.
         height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         width: Image width in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         frames: The number of frames of clips, 1 to 16384, for sizes without their own; required by
@@ -213,9 +214,10 @@ class Explore(Section):
         attention: "default": softmax attention runs in the training precision. "fp8": it runs in
             FP8 (E4M3), for FLUX.1, FLUX.2, SD3 and Wan, with a `precision` that quantizes.
         min_rank_correlation: The smallest accepted Spearman correlation between the rewards of the
-            kept samples in exploration and after regeneration, from -1 to 1. If it is not reached,
-            the run explores with more steps, and then in finer formats. None: nothing is changed.
-            It needs `rollout.regenerate`, and `reward` None.
+            kept samples in exploration and after regeneration, from -1 to 1. If the median of the
+            last 3 iterations is below it, the run explores with all steps, and then in finer
+            formats; it tries to go back after 10 good iterations. None: nothing is changed. It
+            needs `rollout.regenerate`, and `reward` None.
         reward: Weights of other scores that rank the candidates, by name, for the case that those
             in `reward.weights` are too slow or too expensive for all candidates. The kept ones are
             scored by `reward.weights` in any case. None: `reward.weights` ranks the candidates. It
@@ -247,9 +249,10 @@ class Rollout(Section):
             and the K/2 worst. "best_random": the K/2 best and random others. "random": random ones.
             "best": the K best.
         explore: How candidates are generated: number format, steps and noise levels.
-        size: The (height, width) in pixels of the images for training, or a tuple of several sizes,
-            of which each iteration uses one. A size of clips may have a number of frames as a third
-            entry. None: the size in the section `model`.
+        size: The (height, width) in pixels of the images for training, or a tuple of several sizes:
+            as many iterations in a row use each of them once, in an order drawn from `seed`. A size
+            of clips may have a number of frames as a third entry. None: the size in the section
+            `model`.
         regenerate: True: the kept samples are generated again from the same noise, in `precision`
             with `num_steps` steps. False: the explored samples are trained on.
         num_steps: The number of solver steps of regeneration, 1 to 1000. The update trains at the
@@ -454,6 +457,7 @@ class Reward(Section):
         paths: Directories or hub repositories of released reward models, by the name of the reward,
             or of a part of it such as "pickscore/tokenizer". Without an entry, it is the released
             repository, or a file in `weights/` that `solrl convert` makes from a released pickle.
+            Repositories are downloaded unless they are in the hub's cache.
         options: Keyword arguments of functions and of rewards outside JAX, by the name of the
             reward, e.g. {"ocr": {"threads": 2}}.
         eval_only: Names of scores that evaluations also compute, but that are not trained on. They

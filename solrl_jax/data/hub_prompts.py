@@ -4,7 +4,6 @@ The files of a split are found as the `datasets` library finds them: by the meta
 set's card, else by the names of the files. Only those files are downloaded, to the hub's cache.
 """
 
-import glob
 import posixpath
 import re
 from collections import Counter
@@ -344,5 +343,4 @@ def _snapshot(name: str, files: Sequence[str], where: str) -> Path:
     Raises:
         InputError: If the hub cannot be reached or refuses, and the cache has no revision.
     """
-    # The hub's client takes patterns.
-    return hub.snapshot(name, lambda: [*map(glob.escape, files)], f"{where}:", repo_type="dataset")
+    return hub.snapshot(name, lambda: files, f"{where}:", repo_type="dataset")

@@ -57,8 +57,9 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     Args:
         path: A file; "FILE:COLUMN" with the column or key of the prompts; "embedded:NAME" for a set
             that is shipped with the package; or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set
-            of the Hugging Face hub, which is downloaded unless it is in the hub's cache. Its split
-            is "train" by default, or the only one. `~` is not expanded.
+            of the Hugging Face hub, which is downloaded unless it is in the hub's cache; without
+            access to the hub, the cache alone is used. Its split is "train" by default, or the only
+            one. `~` is not expanded.
         field: The setting that names the file, e.g. "prompts.train", for messages.
         distinct: True: a repeated prompt is returned once, at its first place, with the metadata of
             its first row. False: all are returned, each with the metadata of its row.

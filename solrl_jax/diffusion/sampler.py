@@ -62,10 +62,11 @@ def trajectory(
             from the stream "solver" of each seed.
         recorded_steps: How many steps to record, from the first step that adds noise on (from step
             0 if none does): at most the number of steps from there to the end. If above 0, the
-            latents of all steps are kept in memory until the end. 0 records nothing.
-        query_steps: Consecutive steps, counted over all segments, one of which is drawn for each
-            sample from the stream "query" of its seed (`draw_steps`). The beginning of that step is
-            returned in place of recorded steps. None: there are none.
+            latents of all steps are kept in memory until the end. 0 records nothing. Ignored with
+            `query_steps`.
+        query_steps: Consecutive steps, counted from 0 over all segments, one of which is drawn for
+            each sample from the stream "query" of its seed (`draw_steps` draws the same one again).
+            The beginning of that step is returned in place of recorded steps. None: there are none.
 
     Returns:
         A tuple: the clean latents, float32, in the shape of `noise`; the recorded latents, float32;

@@ -80,8 +80,9 @@ class Schedule:
                 guidance, and `rollout.true_cfg_scale` has no effect.
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
                 `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all steps from there on.
-                The last step never adds noise. None: no step does.
+                (counted from 0) on; without a window size, at all steps from there on. With more
+                `steps` than the full schedule has, they are counted on this one. The last step
+                never adds noise. None: no step does.
             mu: (number of steps, number of tokens) -> the logarithm of the shift of the "flux"
                 schedule. None uses the formula of FLUX.1 (`sigmas.flux_mu`). Other schedules do not
                 call it.

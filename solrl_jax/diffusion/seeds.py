@@ -124,7 +124,8 @@ def prompt_seeds(
     Args:
         run_seed: The root seed, from 0 to 2**31 - 1.
         name: What the candidates are for: "candidate" (training), "evaluation", "ranking" or
-            "calibration seeds". Each has random numbers of its own.
+            "calibration seeds". Each has random numbers of its own. Other names in `STREAMS` are
+            not refused.
         prompts: The texts of the p prompts. Equal ones get equal seeds.
         candidates: n, the number of candidates of each prompt.
         iteration: The number of the iteration, from 1; 0 for uses outside the iterations.
@@ -136,6 +137,7 @@ def prompt_seeds(
     Raises:
         KeyError: If `STREAMS` has no such name.
         OverflowError: If the seed or the iteration is beyond the range of an int32.
+        UnicodeEncodeError: If UTF-8 cannot encode a prompt.
     """
     uids = np.array([prompt_uid(prompt) for prompt in prompts], np.uint32)
     return np.asarray(candidate_seeds(run_seed, name, iteration, uids, np.arange(candidates)))

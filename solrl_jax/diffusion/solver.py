@@ -52,7 +52,9 @@ def solver_table(
         eta: The noise level of a stochastic solver ("ddim", "flow_sde", "dance_sde" or "cps"): one
             number for all steps, or one per step. 0 is an Euler step. For "ddim", 1 adds noise with
             the posterior variance of the forward process, and for "cps" it replaces all of the
-            predicted noise. The last step never adds noise. Deterministic solvers accept only 0.
+            predicted noise. The SDEs add `g dw`, with `g = eta sqrt(s / (1 - s))` at the sigma s
+            ("flow_sde"; at s = 1 the divisor is 1 minus the next sigma) or `g = eta` ("dance_sde").
+            The last step never adds noise. Deterministic solvers accept only 0.
 
     Returns:
         The coefficients (a, b, c, d, e) of each step, float32, one row per step, in `x_next = a x +

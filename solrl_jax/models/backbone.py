@@ -37,8 +37,8 @@ class Backbone:
         transformer: the frozen base parameters of the transformer in this dtype: nested
             dictionaries keyed by module name, sharded over the axes `fsdp` and `tensor`. Training
             never changes them.
-        text_encoders: the text encoders. They load their parameters only when a prompt is not in
-            the cache.
+        text_encoders: the text encoders. They load their parameters when a prompt is to be encoded
+            that is not in the cache (without a cache: any prompt).
         decoder: the decoder of the autoencoder with its parameters. It maps latents to images.
         instruction: text before every prompt except negative ones, for models that accept one;
             None: no instruction.
@@ -105,9 +105,11 @@ class Backbone:
     ) -> Conditioning:
         """Encodes prompts, or reads their encodings from the cache.
 
-        If the cache lacks a prompt, the text encoders are loaded, and the new encodings are written
-        to the cache. The text encoders then stay loaded until `self.text_encoders.release()`. All
-        processes of a run must call this with the same arguments.
+        If the cache lacks a prompt, or there is no cache, the text encoders are loaded; they stay
+        loaded until `self.text_encoders.release()`. New encodings are written to the cache. With a
+        cache, the first call also reads the weight files of the text encoders once to hash them,
+        unless the cache remembers their hashes. All processes of a run must call this with the same
+        arguments.
 
         Args:
             prompts: one or more prompts.
@@ -154,14 +156,16 @@ def load_backbone(
 ) -> Backbone:
     """Loads the transformer and the decoder of a model onto a mesh.
 
-    Text encoders are not loaded until a prompt is not in the cache. The files of all networks are
-    checked before any is loaded. All processes of a run must call it with the same arguments.
+    Text encoders are not loaded until a prompt is encoded that is not in the cache. The headers of
+    all networks' files, text encoders included, are checked before any is loaded. All processes of
+    a run must call it with the same arguments.
 
     Args:
         model: an open pipeline; or a name of one: the directory of a diffusers pipeline,
             `embedded:NAME` for one that this package carries, or OWNER/NAME of a hub repository,
-            whose newest revision is downloaded if it is not in the hub's cache. A model given by
-            name stores all activations for the backward pass (gradient checkpointing "none").
+            whose newest revision is downloaded if it is not in the hub's cache (without a network,
+            the newest one in the cache is used). A model given by name stores all activations for
+            the backward pass (gradient checkpointing "none").
         precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
         mesh: devices that hold the parameters, with the axes `data`, `fsdp`, `sequence` and
             `tensor`. The decoder is sharded over the same devices, but without sequence and tensor
@@ -207,7 +211,8 @@ def load_backbone(
 def open_text_encoders(
     pipeline: Pipeline, precision: str, mesh: Mesh, cache: str | None
 ) -> TextEncoders:
-    """Checks the files of a model's text encoders, without loading them.
+    """Opens a model's text encoders: checks the headers of their weight files, without loading the
+    weights.
 
     Args:
         pipeline: the model, whose text encoders and tokenizers are used.
@@ -218,7 +223,8 @@ def open_text_encoders(
             "": the folder `solrl_jax/prompts` in the user's cache directory. None: no cache.
 
     Returns:
-        The text encoders. They load their parameters when a prompt is not in the cache.
+        The text encoders. They load their parameters when a prompt is encoded that is not in the
+        cache.
 
     Raises:
         InputError: a file is missing, cannot be read or has other tensors than the network; or

@@ -42,8 +42,8 @@ class Decoder:
         tile: side, in pixels, of the square tiles that are decoded one after another to save
             memory: a multiple of `pipeline.compression`. None: images are decoded whole, as are
             images that fit into one tile.
-        max_pixels: the most pixels that a device decodes at once. One image or one latent frame of
-            a clip, or one tile of it, is decoded even if it has more.
+        max_pixels: the most image pixels that a device decodes at once. One image, one latent frame
+            of a clip, or one tile of either is decoded even if it has more.
     """
 
     params: Params

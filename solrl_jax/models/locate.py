@@ -21,13 +21,16 @@ EMBEDDED_FOLDER = Path(__file__).parents[1] / "assets" / "pipelines"
 def open_model(
     path: str, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
 ) -> Pipeline:
-    """Opens the pipeline that `path` names. Its weights are not read, but the newest revision of a
-    hub repository is downloaded, weights included, unless it is in the hub's cache. Without a
-    network, the newest revision in the cache is used.
+    """Opens the pipeline that `path` names: reads its configurations and loads its tokenizers.
+
+    Its weights are not read, but the newest revision of a hub repository is downloaded, weights
+    included, unless it is in the hub's cache. Without a network, the newest revision in the cache
+    is used.
 
     Args:
-        path: the directory of a diffusers pipeline, `embedded:NAME` for one that this package
-            carries, or OWNER/NAME of a hub repository, unless a directory has that name.
+        path: the directory of a diffusers pipeline ("~" is not expanded), `embedded:NAME` for one
+            that this package carries, or OWNER/NAME of a hub repository, unless a directory has
+            that name.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
             or "blocks" (everything inside a block; only the inputs of blocks are stored). Another
@@ -69,9 +72,10 @@ def mhla_override(model: Model) -> MhlaOverride | None:
 def find_model(path: str) -> Path:
     """Returns the directory of a model, which is downloaded if it is a hub repository.
 
-    The newest revision of a repository is downloaded to the hub's cache, unless it is there
-    already: only the files that a pipeline needs. Without a network, the newest revision in the
-    cache is returned as it is, even if files are missing.
+    The files that a pipeline needs (`pipeline_files`) are downloaded to the hub's cache in their
+    newest revision, unless they are there already. Without a network, the newest revision in the
+    cache is returned as it is, even if files are missing. A directory is checked for its
+    `model_index.json` only, and a repository for no file.
 
     Args:
         path: `embedded:NAME` for a pipeline that this package carries, a directory ("~" is not
@@ -82,10 +86,9 @@ def find_model(path: str) -> Path:
         The directory: `path` itself, a folder of this package, or a folder of the hub's cache.
 
     Raises:
-        InputError: there is no such model: no embedded pipeline of this name, no `model_index.json`
-            in the directory, or neither a directory nor a repository of this name; or the
-            repository is not in the cache and cannot be downloaded, for example because
-            HF_HUB_OFFLINE is set.
+        InputError: there is no embedded pipeline of this name, no `model_index.json` in the
+            directory, or neither a directory nor a repository of this name; or a download fails,
+            for example because the repository is not in the cache and HF_HUB_OFFLINE is set.
     """
     if path.startswith(EMBEDDED):
         folder = EMBEDDED_FOLDER / path.removeprefix(EMBEDDED)
@@ -145,8 +148,8 @@ def _repository_files(name: str) -> list[str]:
     """Asks the hub for the files of a repository, and selects those that a pipeline needs
     (`pipeline_files`).
 
-    If the hub does not answer or has no such repository, no error is raised; the files in the hub's
-    cache are then used as they are.
+    If the hub gives no list, for whatever reason, no error is raised; the caller then uses the
+    files in the hub's cache as they are.
 
     Args:
         name: the repository, OWNER/NAME.

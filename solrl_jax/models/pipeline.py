@@ -100,8 +100,9 @@ class Pipeline(abc.ABC):
     def __init__(self, folder: Path, gradient_checkpointing: str):
         """Opens a model directory. No weight is read.
 
-        This constructor sets `folder`, `gradient_checkpointing` and `scheduler`; the one of the
-        subclass calls it and sets the other attributes.
+        This constructor sets `folder`, `gradient_checkpointing` and `scheduler`. The constructor of
+        the subclass calls it, reads the other configurations, loads the tokenizers (which stay in
+        memory, see `load_tokenizer`), and sets the other attributes.
 
         Args:
             folder: directory of a diffusers pipeline of this kind.
@@ -111,7 +112,8 @@ class Pipeline(abc.ABC):
                 stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
-            FileNotFoundError: a file is missing.
+            FileNotFoundError: a configuration or a tokenizer is missing. Weights are not looked
+                for.
             ValueError: a configuration is unsupported, a tokenizer cannot be loaded, or a width or
                 number of channels of one component is not what another one takes or returns.
         """
@@ -217,8 +219,9 @@ class Pipeline(abc.ABC):
             params: parameters of the autoencoder: nested dictionaries keyed by module name. They
                 are not sharded.
             latent: the transformer's latents. `unscale` is applied here.
-            chunk: for video models only: the most latent frames that are decoded at once, to save
-                memory, at least 1; None: all of them. The result is the same up to rounding.
+            chunk: for video models: the most latent frames that are decoded at once, to save
+                memory, at least 1; None: all of them. The result is the same up to rounding. Must
+                be None for models of images.
 
         Returns:
             The images [b, H, W, 3] or clips [b, T, H, W, 3], `compression` times as high and wide
@@ -244,7 +247,7 @@ class Pipeline(abc.ABC):
         Args:
             conditional: the velocity for the prompt, float32.
             unconditional: the velocity for the negative prompt, float32.
-            scale: the guidance scale, a scalar.
+            scale: the guidance scale, a scalar. 1: no guidance.
 
         Returns:
             The guided velocity, float32.

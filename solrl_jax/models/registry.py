@@ -32,7 +32,8 @@ PIPELINES: dict[str, type[Pipeline]] = {
 def open_pipeline(
     folder: Path, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
 ) -> Pipeline:
-    """Opens the directory of a diffusers pipeline. No weight is read.
+    """Opens the directory of a diffusers pipeline: reads its configurations and loads its
+    tokenizers, but reads no weight. The hub is not asked.
 
     Args:
         folder: directory with a `model_index.json`, whose `_class_name` selects the class among

@@ -119,8 +119,8 @@ def _exchange(label: str, encoded: str) -> list[dict[str, Any]]:
     """Sends this process's answer to all processes, and waits for theirs. Every process must call
     this.
 
-    The answers go through JAX's coordination service. Each use of a label has its own keys. This
-    process's key of the use before is deleted.
+    The answers go through JAX's coordination service. Each use of a label has its own keys. Also
+    deletes this process's key of the previous use.
 
     Args:
         label: Name of the exchange, the same in all processes. Only one thread may use it at a

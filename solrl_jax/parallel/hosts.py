@@ -43,7 +43,8 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
 
     It waits up to 300 seconds (`START`) for all processes. Afterwards, if a process dies or stops
     responding for 30 seconds (`HEARTBEAT`), JAX ends the others with a message, and their exit code
-    is 1. For this it replaces the handler of SIGABRT.
+    is 1. For this it replaces the handler of SIGABRT. It also silences JAX's messages about
+    connections.
 
     Args:
         hosts: The number of processes as text, from "1" to "4096". "auto": JAX reads it, and the

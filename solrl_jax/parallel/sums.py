@@ -29,8 +29,8 @@ class Sum:
 
     @property
     def value(self) -> Any:
-        """The sum, corrected by its rounding errors: `rounded + lost`. NaN where it is infinite or
-        NaN.
+        """The sum, corrected by its rounding errors: `rounded + lost`. NaN where `rounded` is
+        infinite or NaN.
         """
         return jax.tree.map(jnp.add, self.rounded, self.lost)
 

@@ -97,6 +97,9 @@ class Planner:
     def __init__(self, config: Config, where: Devices):
         """Builds the experiment of shapes and the programs of its phases. Compiles nothing.
 
+        Also imports objectives and rewards from outside the package, and reads the training
+        prompts, for which it may download a data set of the hub (`abstract_experiment`).
+
         Args:
             config: The configuration whose iteration is planned: model, sizes, batches, rewards and
                 mesh.
@@ -295,15 +298,17 @@ def plan(
 ) -> dict[str, Any]:
     """Predicts memory and time of one training iteration on devices that are not present.
 
-    Compiles the programs of the iteration on all CPU cores. `topology.prepare` must be called
-    before, and before JAX is imported.
+    Compiles the programs of the iteration on all CPU cores. Also imports objectives and rewards
+    from outside the package, and reads the training prompts (`abstract_experiment`).
+    `topology.prepare` must be called before, and before JAX is imported.
 
     Args:
         config: The configuration that is planned.
         where: The kind and the number of the devices.
         hlo: A directory for the compiled texts, `PHASE-PROGRAM.hlo`. It is created if necessary,
             and existing files are replaced. None: they are not written.
-        progress: Called with "PHASE: PROGRAM" before each program is measured.
+        progress: Called once per program with "PHASE: PROGRAM", before it is measured (for which
+            its compilation is waited for). An error that it raises ends the plan.
 
     Returns:
         A dict of JSON values. All bytes are those of one device, and all seconds roofline bounds:

@@ -30,8 +30,10 @@ def plan(
     present.
 
     The programs are compiled for these devices, which needs their compiler (`pip install
-    'solrl_jax[plan-cuda]'` or `[plan-tpu]`), but no weights. Call it before anything imports JAX,
-    in a process that does not train: it sets environment variables with which JAX uses no device.
+    'solrl_jax[plan-cuda]'` or `[plan-tpu]`), but no weights. Also imports objectives and rewards
+    from outside the package, and reads the training prompts, for which a data set of the hub is
+    downloaded unless it is in the hub's cache. Call it before anything imports JAX, in a process
+    that does not train: it sets environment variables with which JAX uses no device.
 
     Args:
         preset: The name of a preset, e.g. "flux1_sol_rl_hpsv2".
@@ -43,20 +45,19 @@ def plan(
         hlo: A directory for the compiled programs as text, `PHASE-PROGRAM.hlo`. It is created if
             necessary. None: they are not written.
         force: Whether `hlo` may contain files `*.hlo` already, which may be replaced.
-        progress: Called with "PHASE: PROGRAM" before each program is measured.
+        progress: Called once per program with "PHASE: PROGRAM", before it is measured (for which
+            its compilation is waited for). An error that it raises ends the plan.
 
     Returns:
         A dict of JSON values, as `solrl plan` prints it. All bytes are those of one device, and all
-            seconds roofline bounds:
+        seconds roofline bounds:
 
-            * "seconds" and "rollout": the seconds of an iteration, and of its generation of
-              samples.
-            * "peak", "usable" and "fits": the bytes that are needed and those that arrays may take,
-              and whether the former fit.
-            * "phases": a list with a dict per phase of the iteration: "name", "seconds", "peak" and
-              "programs" (their memory, kernels and collectives).
-            * Others, such as settings that take less memory or time; `planning.plan.plan` lists
-              them.
+        * "seconds" and "rollout": the seconds of an iteration, and of its generation of samples.
+        * "peak", "usable" and "fits": the bytes that are needed and those that arrays may take, and
+          whether the former fit.
+        * "phases": a list with a dict per phase of the iteration: "name", "seconds", "peak" and
+          "programs" (their memory, kernels and collectives).
+        * Others, such as settings that take less memory or time; `planning.plan.plan` lists them.
 
     Raises:
         ConfigError: If the preset or an override is invalid, or the objective does not allow other

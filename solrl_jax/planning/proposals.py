@@ -135,11 +135,12 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
     """Proposes mesh, gradient checkpointing and batch sizes for a machine, from earlier plans.
 
     Considered are plans of the same model on the same platform (GPU or TPU) for images at least as
-    large. They fit if they need no more memory per device than the machine has, and divide its
-    devices evenly. The one that should be fastest is taken among those that fit: with the least
-    tensor parallelism, then without recomputing whole blocks, then with the fewest shards, then on
-    the same kind of device, then with the largest peak memory. If none fits, the settings are a
-    guess that saves as much memory as possible.
+    large. A plan fits if it needs no more memory per device than the machine has, and if its number
+    of shards (`Record.shards`) divides the number of devices. The one that should be fastest is
+    taken among those that fit: with the least tensor parallelism, then without recomputing whole
+    blocks, then with the smallest `mesh.fsdp`, then on the same kind of device, then with the
+    largest peak memory. If none fits, the settings are a guess that saves as much memory as
+    possible.
 
     Args:
         config: The configuration to propose for. Its model and its largest image size are used.
@@ -148,8 +149,9 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
     Returns:
         The proposal. Its settings are `mesh.fsdp`, `optimizer.per_device_batch_size` and
-        `rollout.per_device_batch_size`, and where they matter `mesh.tensor`,
-        `model.gradient_checkpointing` and `model.vae_tile_size`. They are empty if no plan is
+        `rollout.per_device_batch_size`; from a plan also `mesh.tensor` and, unless the plan left it
+        to "auto", `model.gradient_checkpointing`; in a guess also `model.gradient_checkpointing`
+        and, for images above 512 pixels, `model.vae_tile_size`. They are empty if no plan is
         considered, or if the configuration trains other parameters than adapters.
     """
     where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
@@ -246,8 +248,8 @@ def expand_mesh_auto(
     Args:
         preset: The name of the user's preset.
         overrides: The user's overrides `key=value`, with or without `mesh=auto`.
-        find_machine: A function that returns the devices to propose for. It is called only if
-            `mesh=auto` is among the overrides, because it may start JAX's backend.
+        find_machine: A function that returns the devices to propose for. It is called once, and
+            only if `mesh=auto` is among the overrides, because it may start JAX's backend.
 
     Returns:
         A pair. First the new list of overrides: the proposed settings, and after them the user's

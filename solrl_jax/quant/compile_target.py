@@ -27,7 +27,7 @@ def platform() -> str:
 
 
 def triton_converts_fp8() -> bool:
-    """Whether Triton kernels can convert to FP8, judged by the first device of JAX.
+    """Returns whether Triton kernels can convert to FP8, judged by the first device of JAX.
 
     Returns:
         False if that is an NVIDIA GPU older than Ada (compute capability below 8.9). True
@@ -38,7 +38,7 @@ def triton_converts_fp8() -> bool:
 
 
 def cudnn_attends_in_fp8() -> bool:
-    """Whether the program that is traced can use cuDNN's FP8 attention.
+    """Returns whether the program that is traced can use cuDNN's FP8 attention.
 
     Returns:
         True if it is traced for a GPU (`platform`), unless the first device of JAX is an NVIDIA GPU
@@ -56,7 +56,7 @@ def first_device() -> jax.Device:
 
 
 def _local_gpu_older_than(capability: float) -> bool:
-    """Whether the first device of JAX is a GPU with a lower compute capability.
+    """Returns whether the first device of JAX is a GPU with a lower compute capability.
 
     Args:
         capability: A CUDA compute capability as a decimal number, e.g. 8.9 for Ada.

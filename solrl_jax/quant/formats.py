@@ -51,7 +51,7 @@ class DeviceInfo:
         return cls(device.platform, device.device_kind, capability)
 
     def is_cuda_from(self, capability: tuple[int, int]) -> bool:
-        """Whether the device is an NVIDIA GPU of a compute capability or a higher one.
+        """Returns whether the device is an NVIDIA GPU of a compute capability or a higher one.
 
         Args:
             capability: The lowest (major, minor) that is accepted.
@@ -89,7 +89,7 @@ class Format:
     tpu_kinds: tuple[str, ...] = ()
 
     def is_native(self, device: DeviceInfo) -> bool:
-        """Whether a device has matmul units for the format.
+        """Returns whether a device has matmul units for the format.
 
         Other devices emulate it: XLA converts the operands to a wider dtype first, which is exact.
 

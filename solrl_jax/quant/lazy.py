@@ -92,8 +92,9 @@ class LazyPart:
             and a TPU kernel on blocks of rows [rows, n].
         arrays: At least one array [b, s, n], or a `ColumnView` of such an array. The sizes b, s and
             n may also be 1 (broadcast), and each array may have a width n of its own.
-        exact: Whether the part contains no quantized matmul. An exact part is computed in the
-            dtypes of its arrays, as in the released networks. Other parts are computed in float32.
+        exact: Whether the part contains no quantized matmul. `LazyActivation.value` computes an
+            exact part in the dtypes of its arrays, as in the released networks, and other parts in
+            float32.
         start: With `stop`, the rows `start` to `stop` of the first array that the part uses; row
             `start` meets row 0 of the other arrays. Ignored if `stop` is None.
         stop: The row of the first array after the last one that is used. None uses all rows.
@@ -112,7 +113,8 @@ class LazyPart:
             dtype: The dtype that the arrays are cast to first. None leaves them as they are.
 
         Returns:
-            The columns [b, s, n], in the dtype that `function` gives.
+            The columns [b, s, n], in the dtype that `function` gives. s is `stop - start` if the
+            part uses only some rows.
         """
         arrays = [x.value if isinstance(x, ColumnView) else x for x in self.arrays]
         if dtype is not None:
@@ -665,7 +667,7 @@ def _encode_row(
 
 
 def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
-    """Whether `tpu_kernel` can encode an activation.
+    """Returns whether `tpu_kernel` can encode an activation.
 
     Args:
         encode: The encoder that would run.

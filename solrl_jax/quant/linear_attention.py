@@ -453,6 +453,7 @@ class _Head:
         head_dim: int,
         blocks: Blocks,
     ):
+        """Finds the head in the grid of the kernel. The class describes the arguments."""
         self.plgpu = plgpu
         self.functions = functions
         self.first_columns = first_columns

@@ -30,7 +30,7 @@ REPLICATED = PartitionSpec()
 
 
 def tokens_are_sharded() -> bool:
-    """Whether the function that is traced runs inside `shard_tokens`, on the tokens of one
+    """Returns whether the function that is traced runs inside `shard_tokens`, on the tokens of one
     device.
     """
     mesh = jax.sharding.get_abstract_mesh()

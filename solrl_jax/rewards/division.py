@@ -72,7 +72,8 @@ class DividedScoring:
     def add(self, images: Float[Array, "b ... 3"]) -> None:
         """Starts the scoring of this host's part of the next chunk. Every host must call it.
 
-        It may first wait for the scores of an earlier chunk.
+        It may first wait for the scores of an earlier chunk. If a reward compares images and there
+        are several hosts, it also copies the whole chunk to every host.
 
         Args:
             images: The next chunk [chunk, H, W, 3] in [0, 1], a global array whose rows are divided
@@ -109,8 +110,8 @@ class DividedScoring:
 
         Returns:
             A tuple of three dicts, the same on every host:
-              1. The scores: float32 arrays [count] in the order of the prompts, by "REWARD" and
-                 "REWARD/OTHER", with NaN for images without a score.
+              1. The scores: float32 arrays [count] in the order of the prompts, by "REWARD" and,
+                 for further scores of a reward, "REWARD/OTHER"; NaN for images without a score.
               2. The number of images that each reward could not score, by the name of the reward;
                  0 for one that scored all.
               3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}.

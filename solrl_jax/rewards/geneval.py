@@ -43,8 +43,8 @@ class Clause:
         count: The number of objects, at least 1: in `Request.include` exactly as many are asked
             for, in `Request.exclude` fewer.
         color: Their color, e.g. "brown", or None for any.
-        position: A relation ("left of", "right of", "above" or "below") and the index of the
-            earlier clause whose objects it refers to. None: any position.
+        position: A relation ("left of", "right of", "above" or "below") and the index, from 0 in
+            `Request.include`, of the earlier clause whose objects it refers to. None: any position.
     """
 
     name: str
@@ -94,8 +94,8 @@ def geneval(
             "class" and "count", of which there must be fewer. Other keys of the mapping are
             ignored, but an object may have no others.
         detector: "shapes", which finds the objects of the embedded world in square images, or
-            "module.path:function" with a function from images [m, H, W, 3] to one sequence of
-            `detectors.Detection`s per image.
+            "module.path:function", which is imported: a function from images [m, H, W, 3] to one
+            sequence of `detectors.Detection`s per image.
         threshold: An object counts if its confidence is greater.
         counting_threshold: The confidence that an object must exceed for prompts with the tag
             "counting", in place of `threshold`.

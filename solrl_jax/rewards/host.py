@@ -142,7 +142,8 @@ class Workers:
             A function without arguments that waits for the call and returns its `Returned`. It does
             not raise: a call that raised, returned no scores, exceeded the timeout or its memory,
             or lost its process has a `problem` and no `answer`. A call that raised a `Failure` with
-            some scores has both. If the whole pool broke, the call is repeated once.
+            some scores has both. If the whole pool broke or was closed, the call is repeated once,
+            in new processes.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
@@ -409,7 +410,8 @@ class Scoring:
 
         A call whose answer lacks a score of `HostReward.others` counts as failed, and none of its
         scores is stored. Scores beyond `others` are stored too. A call that returned scores and a
-        problem (a partial failure) has its scores stored and counts as failed.
+        problem (a partial failure) has its scores stored and counts as failed. Also updates
+        `HostRewards.failures_in_a_row`, which outlives this object.
 
         Args:
             calls: For each call: the reward, the range of its images among all, and the function

@@ -38,11 +38,12 @@ def mixture(
     Args:
         weights: The weights of the scores of `parts`, by name ("part" or "part/score"). Scores
             without a weight are only recorded. If it is empty, there is no "reward" among the
-            returned scores.
+            returned scores. With a weight of a score that no part returns, the result's `score`
+            raises KeyError.
         parts: Rewards inside JAX by name, none of which is groupwise; or, for a sum that becomes a
-            `group`, all of which are. (The caller then sets the fields
-            `groupwise` and `group_size` of the result.) May be empty if there is a `host` or
-            `group`; the result's `score` is None then.
+            `group`, all of which are. (The caller then sets the fields `groupwise` and `group_size`
+            of the result.) May be empty if there is a `host` or `group`; the result's `score` is
+            None then.
         host: Rewards outside JAX with their own weights, or None.
         group: The `mixture` of groupwise rewards inside JAX, with its own weights, or None.
         frames: The number of frames of a clip that parts which score images get, each as an image;

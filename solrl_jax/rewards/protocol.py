@@ -165,7 +165,7 @@ class Reward:
     Attributes:
         params: The arrays that `score` computes with: any pytree, or None.
         prepare: Turns a sequence of prompts into a pytree of arrays with one row per prompt. It
-            runs on the host.
+            runs on the host, in every process, before images of these prompts are generated.
         score: A function (params, inputs, prepared) -> dict of arrays [b] with the key "reward" and
             the keys in `others`. `params` is the field; `inputs` are images or latents, as the
             field `inputs` says; `prepared` has one row per image: the row of its prompt. The

@@ -281,9 +281,10 @@ def open_rewards(
 ) -> OpenedRewards:
     """Opens the rewards of a configuration.
 
-    Checks names, options and files, imports the functions, and downloads missing files from the
-    hub. No weights are read and no request is sent. Also appends the working directory to
-    `sys.path` if a function is imported.
+    Checks names, options and files, imports the functions (and calls those of users that make a
+    `Reward`), and downloads missing files from the hub to its cache. No weights are read, and no
+    service or judge gets a request. Also appends the working directory to `sys.path` if a function
+    is imported.
 
     Args:
         settings: The section "reward" of the configuration. For a plan, its `paths` are the

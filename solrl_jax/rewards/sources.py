@@ -77,7 +77,8 @@ SOURCES: dict[str, Hub | Converted] = {
 
 
 def find(name: str, paths: Mapping[str, str]) -> Path:
-    """Finds the files of a source. Also downloads missing files of a hub repository.
+    """Finds the files of a source. Also downloads missing files of a hub repository to the hub's
+    cache; offline, they must be there.
 
     A source is an entry of `SOURCES`: either a repository of the hub (`Hub`), or one safetensors
     file that `solrl convert` made (`Converted`).

@@ -186,10 +186,10 @@ class Experiment:
     @property
     def query_steps(self) -> range | None:
         """The steps at whose beginning samples are trained, if the objective trains on reward
-        gradients; else None. One of them is drawn for each sample.
+        gradients; else None. One of them is drawn for each sample, from its seed.
 
-        They are the `algorithm.last_steps` last steps of the full schedule, or without these the
-        one that starts nearest to `algorithm.query_sigma`.
+        They are indices, from 0, of the `algorithm.last_steps` last steps of the full schedule, or
+        if that is None of the one that starts nearest to `algorithm.query_sigma`.
         """
         return find_query_steps(self.config, self.backbone.pipeline, self.size)
 
@@ -230,8 +230,9 @@ class Experiment:
         Made at the first access and kept.
 
         The explorer measures what its options need on the base, with one sample of each of the
-        first 16 training prompts. It does so when a measurement is first needed, and once. The
-        experiments of other image sizes (`with_size`) have explorers of their own.
+        first 16 training prompts. It does so when a method first needs a measurement, not at the
+        access, and once. The experiments of other image sizes (`with_size`) have explorers of their
+        own, which measure for themselves.
 
         Raises:
             ValueError: If the model does not support the size of the images.
@@ -280,9 +281,10 @@ class Experiment:
     ) -> PromptBatch:
         """Computes the embeddings of prompts, and prepares the prompts for a reward.
 
-        Embeddings come from the cache of prompts if that has them; otherwise this loads the text
-        encoders, leaves them loaded, and writes to the cache. Every process of a run must call it
-        with the same arguments.
+        Embeddings come from the cache of prompts on disk (`model.prompt_cache_dir`) if that has
+        them; otherwise, or without a cache, this loads the text encoders, leaves them loaded, and
+        writes to the cache, if there is one. Every process of a run must call it with the same
+        arguments.
 
         Args:
             prompts: The prompts, as text or with metadata for the reward, at least one. They are
@@ -346,9 +348,11 @@ def build(config: Config, *, force: bool = False) -> Experiment:
 
     First come the checks that load nothing, then the rewards are loaded, then the model is opened
     and checked against the configuration, and its weights are loaded last. Also imports the
-    functions that the configuration names outside the package, may download models, starts the
-    workers of rewards outside JAX, connects the hosts of a run, and lets the rewards score or trace
-    one prompt of each set. Every process of a run must call it.
+    functions that the configuration names outside the package, may download models, files of
+    rewards and prompts from the hub, and connects the hosts of a run. All rewards are tried with
+    one prompt of each set: those inside JAX are traced; those outside it start their workers and
+    score a gray image, for which judges and services get requests. Every process of a run must call
+    it with the same arguments.
 
     Args:
         config: The configuration, in which "auto" need not be resolved. Where `train.num_prompts`
@@ -364,7 +368,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
 
     Raises:
         InputError: If the configuration cannot be run here: a file, model, reward or function is
-            missing or unusable, there are too few devices, the model does not support the image
+            missing, unusable or cannot be downloaded (without a network, the hub's cache must have
+            it), there are too few devices, the model does not support the image
             sizes, a pattern matches no parameter, or arrays cannot fit into memory.
         ConfigError: If the settings do not allow what an objective `module:function` trains on, or
             if no number of prompts up to the distinct training prompts agrees with the other
@@ -531,8 +536,8 @@ def _check_scoring(
     """Checks that a reward can score images of a size, by trying it.
 
     The parts of the reward inside JAX are only traced, for a batch of two images or clips. The part
-    outside JAX scores one gray image or clip per prompt, for which its worker processes are
-    started.
+    outside JAX scores one gray image or clip per prompt (two if a reward compares images), for
+    which its worker processes are started and judges and services get requests.
 
     Args:
         reward: The reward, with its parameters loaded.
@@ -639,7 +644,8 @@ def first_device_info() -> DeviceInfo:
 def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     """Reads the prompts to train on and the prompts to test on.
 
-    Data sets of the Hugging Face hub are downloaded unless they are in its cache.
+    The newest revision of a data set of the Hugging Face hub is downloaded unless it is in the
+    hub's cache; without a network, the newest one in the cache is read.
 
     Args:
         config: `prompts.train` and `prompts.test` name the sets: files, "embedded:NAME" or
@@ -698,8 +704,8 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
-    """Makes the state before the first iteration: the base, with the adapters of `lora.path` if it
-    is set. Every process of a run must call it.
+    """Makes the state before the first iteration: the base, with the adapters of `lora.path`, a
+    file or directory on disk, if it is set. Every process of a run must call it.
 
     Args:
         experiment: The run. The initial adapters are drawn from its seed.

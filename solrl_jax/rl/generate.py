@@ -206,9 +206,9 @@ def prepare(
 ) -> PromptBatch:
     """Encodes prompts once, for any number of samples of each.
 
-    Embeddings come from the backbone's cache of prompts if that has them; otherwise this loads the
-    text encoders, leaves them loaded, and writes to the cache. Every process of a run must call it
-    with the same arguments.
+    Embeddings come from the backbone's cache of prompts on disk if that has them; otherwise, or
+    without a cache, this loads the text encoders, leaves them loaded, and writes to the cache, if
+    there is one. Every process of a run must call it with the same arguments.
 
     Args:
         backbone: The model, with its tokenizers, text encoders and cache of prompts.
@@ -250,9 +250,10 @@ def generate(
 ) -> Samples:
     """Generates one sample per row of `seed_batch` and scores it against its prompt.
 
-    The samples are generated in chunks of a fixed size; a shorter last one is padded. A chunk is
-    scored, and copied to the host, while the devices compute the next one. Every process of a run
-    must call it with the same arguments, and each gets all samples.
+    The samples are generated in chunks of `sampler.chunk` samples per device; a shorter last one is
+    padded here, and the padding is dropped from the result. A chunk is scored, and copied to the
+    host, while the devices compute the next one. Every process of a run must call it with the same
+    arguments, and each gets all samples.
 
     Args:
         backbone: The networks, and the mesh that they are on.
@@ -266,7 +267,7 @@ def generate(
             nothing is scored, and images are decoded only with `keep_images`.
         keep_images: Whether the result has the images too; otherwise its `images` are None.
         progress: Called for each chunk, when it has been queued on the devices, with its number of
-            samples. The default does nothing.
+            samples, without padding. What it raises passes through. The default does nothing.
 
     Returns:
         The samples, in the order of `seed_batch`: latents, scores by name (empty without a reward),
@@ -283,8 +284,9 @@ def generate(
         IndexError: If `seed_batch` is empty.
     """
     scoring_mesh = sharding.rows_only(backbone.mesh)
-    # A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of the axis
-    # `tensor` hold samples as well. Several sampled chunks can therefore make one scored chunk.
+    # A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of the axes
+    # `sequence` and `tensor` hold samples as well. Several sampled chunks can therefore make one
+    # scored chunk.
     samples_per_chunk = sampler.chunk * scoring_mesh.size
     segments = _place_schedules(sampler.segments, backbone.mesh)
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
@@ -388,9 +390,9 @@ def _sample_parts(
     """Generates the samples `start` to `stop` of `seed_batch`, in parts that fit the devices.
 
     A part is what all devices sample at once: `sampler.chunk` samples per device, where the devices
-    along the mesh axis `tensor` count as one because they work on the same samples. For scoring,
-    these devices hold samples of their own, so as many parts as that axis has devices are scored
-    together.
+    along the mesh axes `sequence` and `tensor` count as one because they work on the same samples.
+    For scoring, these devices hold samples of their own, so as many parts as there are devices
+    along these two axes are scored together.
 
     Args:
         backbone: The networks, and the mesh that they sample on.
@@ -446,7 +448,8 @@ def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
 
     Args:
         parts: Trees of equal structure, each with the arrays of some samples; at least one.
-        scoring_mesh: The mesh that the samples are scored on, whose axis `tensor` has size 1.
+        scoring_mesh: The mesh that the samples are scored on, whose axes `sequence` and `tensor`
+            have size 1.
 
     Returns:
         One such tree, with the samples of all parts in order.
@@ -559,7 +562,8 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
             channels); static.
 
     Returns:
-        Standard normal numbers [b, *shape], float32. Those of a seed depend on the seed alone.
+        Standard normal numbers [b, *shape], float32. Those of a seed depend on the seed alone, of
+        which they are the stream "initial".
     """
     return sharding.split_rows(normal(seeds, "initial", shape))
 
@@ -587,7 +591,7 @@ def sample_chunk(
         seed_batch: The prompt, the seed and the initial noise of each sample of the chunk. The
             noise must not be None.
         recorded_steps: How many steps to record, from the first step that adds noise on; static.
-            All of them must add noise. 0 records nothing.
+            All of them must add noise. 0 records nothing. Ignored with `query_steps`.
         keep_intermediate: Whether to return the latents after the first segment; static.
         query_steps: Consecutive steps, counted from 0 over all segments; static. One of them is
             drawn for each sample from its seed (`draw_steps` draws the same ones again), and its

@@ -57,12 +57,12 @@ class IterationResult:
     """What an iteration returns beside the new state.
 
     Attributes:
-        metrics: Figures of the iteration by name: of the update ("loss", "loss/policy" and other
-            terms of the objective, "grad_norm", "skipped_micro_batches", "old_decay"), of the
-            rewards (`reward_metrics`, e.g. "kept/reward"), the wall times in seconds (e.g.
-            "seconds/explore"), the images per second ("images_per_second/explore"),
-            "fidelity/level", the index of the exploration setting, and "continued_steps", how many
-            steps the regeneration took over from exploration. Figures that are not defined are NaN.
+        metrics: Figures of the iteration by name: of the update (`update`, e.g. "loss",
+            "loss/policy" and "grad_norm"), of the rewards (`reward_metrics`, e.g. "kept/reward"),
+            the wall times in seconds and the images per second (`PhaseTimer.report`, e.g.
+            "seconds/explore" and "images_per_second/explore"), "fidelity/level", the index of the
+            exploration setting, and "continued_steps", how many steps the regeneration took over
+            from exploration. Figures that are not defined are NaN.
         ledger: The record of all candidates, by column: "prompt", "prompt_uid", "candidate",
             "seed", "proxy_reward", "rank", "kept", "regenerated_reward" (None if nothing is
             regenerated) and "advantage" have one entry per candidate, prompt by prompt;

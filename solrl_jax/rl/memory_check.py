@@ -91,6 +91,7 @@ def refuse_what_cannot_fit(
     Raises:
         InputError: For the first array that is too large. The message names the field, the bytes
             and the memory, and the largest value that fits if the field is a count.
+        RunError: If another process gives no answer.
     """
     shapes = flatten(pipeline.transformer.abstract_params("float32"))
     device = device_memory()
@@ -235,6 +236,9 @@ def device_memory() -> int:
     Returns:
         The bytes that JAX's allocator may use on a device, free or not; on a CPU, the memory of the
         machine. With several hosts, the smallest of all.
+
+    Raises:
+        RunError: If another process gives no answer.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
     return min(hosts.gather_values(stats.get("bytes_limit") or hosts.memory()))

@@ -38,7 +38,8 @@ PerSample: TypeAlias = Float[Array, " b"]
 # is the weighted sum of the scores of the decoded images. Each call decodes and scores them.
 RewardGradient: TypeAlias = Callable[[Latents], tuple[PerSample, Latents]]
 # (the gradient of the reward, the clean latents that the old policy predicts, the algorithm section
-# of the configuration) -> latents by name, one row per sample. It is called outside of jit.
+# of the configuration) -> latents by name, one row per sample. It is called outside of jit, once
+# per chunk of samples.
 MakeTargets: TypeAlias = Callable[[RewardGradient, Latents, AlgorithmConfig], dict[str, Latents]]
 F = TypeVar("F", bound=Callable)
 # The smallest divisor of `self_weighted_error`.
@@ -195,10 +196,12 @@ def reward_gradients(targets: MakeTargets) -> Callable[[F], F]:
     Args:
         targets: A function (gradient, anchor, algorithm) -> latents by name. `anchor` are the
             predicted clean latents, float32. `gradient` maps clean latents to the reward of each
-            sample and its gradient. Every call takes about four times as long as decoding and
-            scoring, so their number should not depend on the values of the latents: plans count the
-            calls by a trial with zeros. A sample whose result is not finite is not trained on. The
-            function is called outside of jit.
+            sample and its gradient. Every call of `gradient` takes about four times as long as
+            decoding and scoring, so their number should not depend on the values of the latents:
+            plans count the calls by a trial with zeros. A sample is not trained on if a value of
+            its returned latents is not finite. The function is called outside of jit, once per
+            chunk of samples (`rows_per_call`; the last chunk has padding), and what it raises ends
+            the iteration.
 
     Returns:
         A decorator, which sets the attributes `trains_on` and `targets` of the objective and

@@ -70,6 +70,7 @@ def sweep(
     """Lists every combination of exploration options, formats and numbers of steps.
 
     An empty list stands for the value of the run or of the options. Repeated entries count once.
+    Nothing is explored, but JAX's backend is started, since the device decides what "auto" means.
 
     Args:
         config: The configuration of the run, whose `rollout.explore` has the exploration options,
@@ -127,9 +128,11 @@ def explore_and_regenerate(
     """Computes the rewards of the candidates of some test prompts, regenerated and explored.
 
     All candidates are generated once by regeneration, and once per setting by exploration, each
-    from its same seed. Regenerated candidates are scored by the run's reward, explored ones by
-    `rollout.explore.reward` if the run has it. Encoding the prompts may load text encoders and
-    write to the cache of prompts. Every process of a run must call it with the same arguments.
+    from its same seed, which depends on `eval.seed` and not on the seed of the run. Solver steps
+    add noise as in the first iteration of a run. Regenerated candidates are scored by the run's
+    reward, explored ones by `rollout.explore.reward` if the run has it. Encoding the prompts may
+    load text encoders and write to the cache of prompts. Exploration options that measure do so
+    once per set of options. Every process of a run must call it with the same arguments.
 
     Args:
         experiment: The run, for images of its size. Each prompt has `rollout.candidates`
@@ -188,7 +191,7 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
 
     The seeds depend on `eval.seed`, not on the seed of the run, so two runs draw the same noise.
     Encoding may load text encoders and write to the cache of prompts. Every process of a run must
-    call it.
+    call it with the same arguments.
 
     Args:
         experiment: The run. Each prompt has `rollout.candidates` candidates.

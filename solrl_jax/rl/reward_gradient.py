@@ -43,8 +43,9 @@ def add_targets(
     """Lets the objective make its targets, the latents that it trains on beside the samples, from
     the gradient of the reward.
 
-    Every process of a run must call it with the same arguments. It decodes, scores and
-    differentiates every sample, some objectives several times.
+    The objective's function is called once per chunk of `rows_per_call` samples. Every sample is
+    decoded, scored and differentiated, for some objectives several times. Every process of a run
+    must call it with the same arguments.
 
     Args:
         experiment: Its objective makes the targets from the gradient of its reward. The reward must
@@ -62,7 +63,8 @@ def add_targets(
 
     Raises:
         InputError: If the objective cannot be imported or has no function that makes targets, or if
-            the code of a reward raises or returns no scores.
+            the code of a reward raises or returns no scores. What the function raises passes
+            through.
     """
     config = experiment.config
     mesh = sharding.rows_only(experiment.backbone.mesh)
@@ -160,15 +162,16 @@ def rows_per_call(config: Config, count: int, devices: int) -> int:
         devices: The number of devices.
 
     Returns:
-        A multiple of `devices`: at most `rollout.per_device_batch_size` samples per device. The
-        last call is padded to this number.
+        A multiple of `devices`: at most `rollout.per_device_batch_size` samples per device.
+        `add_targets` pads the samples of the last call to this number.
     """
     return devices * min(config.rollout.per_device_batch_size, -(-count // devices))
 
 
 def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
     """Returns the names of an objective's targets and the number of gradients that it takes, by
-    calling its `targets` once with a latent of shape [1, 1, 1, 1].
+    calling its `targets` once with a latent of zeros of shape [1, 1, 1, 1] and a gradient that
+    needs neither decoder nor reward.
 
     A user's objective, `module:function`, is imported for this.
 

@@ -82,17 +82,17 @@ class Sampler:
         decoder: Decodes latents to images or clips, for rewards or to be kept.
         shape: Height, width and channels of one latent; of clips, the number of latent frames comes
             before them.
-        chunk: The number of samples that one device generates at once, at least 1; a batch with
-            fewer is padded to it. Devices along the mesh axis `tensor` work on the same samples and
-            count as one.
+        chunk: The number of samples that one device generates at once, at least 1; `generate` pads
+            a batch with fewer. Devices along the mesh axes `sequence` and `tensor` work on the same
+            samples and count as one.
         recorded: How many steps that add noise are recorded, from the first such step on: the
             latents before and after each are returned with the samples, to be trained on. 0 records
             nothing.
         keep_intermediate: Whether the latents after the first segment are returned with the
             samples.
-        query_steps: Consecutive steps, counted over all segments, one of which is drawn for each
-            sample. The latents before it and the clean latents that are predicted there are
-            returned with the samples, to be trained on. None: there are none.
+        query_steps: Consecutive steps, counted from 0 over all segments, one of which is drawn for
+            each sample from its seed. The latents before it and the clean latents that are
+            predicted there are returned with the samples, to be trained on. None: there are none.
     """
 
     name: str

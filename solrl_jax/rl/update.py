@@ -127,8 +127,9 @@ def update(
     updated after each optimizer step.
 
     Each sample is trained at `config.num_train_sigmas` sigmas of its schedule, drawn without
-    replacement from its seed: noised anew to that sigma, or (for objectives that train on
-    transitions) at the recorded step that starts there, where only steps that add noise are drawn;
+    replacement from its seed: noised anew to that sigma, with noise from its seed, or (for
+    objectives that train on transitions) at the recorded step that starts there, where only steps
+    that add noise are drawn;
     or, for objectives that train on reward gradients, at the one recorded state. Each such pair of
     a sample and a sigma is a term of the loss. The terms are divided among the optimizer steps,
     each of which minimizes their mean. Terms of samples of weight 0 do not count, and neither do
@@ -510,8 +511,8 @@ def reference_terms(
 ) -> Int[Array, " n"]:
     """Draws the terms of a micro-batch at which the reference policy is evaluated.
 
-    Every subset of n of the m terms is equally probable. The draw depends on the arguments alone,
-    not on the mesh.
+    Every subset of n of the m terms is equally probable. The draw is made from the seeds (stream
+    "reference"); it depends on the arguments alone, not on the mesh.
 
     Args:
         seeds: The seed of the sample of each term, the two words of a key.
@@ -538,7 +539,8 @@ def _target(
     """Makes the training targets of a micro-batch: samples that are noised anew, or their recorded
     steps or states.
 
-    The noise of a term depends on the seed of its sample and on its slot alone.
+    The noise of a term is drawn from the seed of its sample (stream "training") and depends on this
+    seed and on the slot alone.
 
     Args:
         problem: The samples, their schedule, and the steps at which each sample is trained. If the

@@ -233,8 +233,9 @@ def read_run(path: str | RunPath) -> Config:
 def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
     """Finds a checkpoint of a run by its description.
 
-    It is verified quickly: names and sizes of all files, and the contents of small ones. `load_ema`
-    verifies everything. If there are several processes, each must call it.
+    It is verified quickly: names and sizes of all files and, unless it is in an object store, the
+    contents of small ones. `load_ema` verifies everything. If there are several processes, each
+    must call it.
 
     Args:
         target: The run directory.
@@ -297,7 +298,8 @@ def load_policy(
             the LoRA at `lora.path` or, without one, the base model.
         config: The configuration of the run, preset or model, with overrides.
         backbone: The model of that configuration.
-        path: The directory of a checkpoint of the run. None: its newest intact one.
+        path: The directory of a checkpoint of the run. None: its newest intact one. No effect
+            without a run.
 
     Returns:
         A tuple. First, the trainable parameters in float32 by path, e.g. "blocks/attn/to_q/kernel":

@@ -65,7 +65,8 @@ def evaluate(
 
     The images have the evaluation's size and number of steps. They are generated in the training
     precision, without noise in the solver, and are not kept. Prompts that are not in the prompt
-    cache are encoded and added to it. Every process of a run must call it.
+    cache are encoded, for which the text encoders are loaded and stay loaded, and added to it.
+    Every process of a run must call it.
 
     Args:
         experiment: The experiment, whose test prompts and section `eval` say what is generated:
@@ -219,8 +220,8 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     """Generates images of the first test prompts with a policy, up to four per prompt.
 
     They have the size, the number of steps and the seeds of the evaluation, so they equal those
-    that `evaluate` scores, as far as it generates as many. They are scored, too. Every process of a
-    run must call it.
+    that `evaluate` scores, as far as it generates as many. They are scored, too, and their prompts
+    are encoded as by `evaluate`. Every process of a run must call it.
 
     Args:
         experiment: The experiment. `eval.num_grid_images` is the most images, at least 1: 10 gives
@@ -272,10 +273,10 @@ class LargestDifferences:
     """The images of an evaluation on which two policies differ most: m for each of p prompts.
 
     Attributes:
-        prompts: The positions of the prompts among the test prompts, int [p], the prompt with the
-            largest difference first.
-        images: The positions of the images within their prompt, int [p, m], the largest difference
-            first.
+        prompts: The positions of the prompts among the test prompts, from 0, int [p], the prompt
+            with the largest difference first.
+        images: The positions of the images within their prompt, from 0, int [p, m], the largest
+            difference first.
         gains: The reward of each image by the first policy minus that by the second, float [p, m].
             Not finite where a reward is not.
     """
@@ -312,8 +313,9 @@ class LargestDifferences:
     def draw(self, experiment: Experiment, adapters: Trainable) -> ImageGrid:
         """Generates the images at the positions in `prompts` and `images` with one of the policies.
 
-        They start from the seeds of the evaluation, so they equal the images that were scored, and
-        they are scored again. Every process of a run must call it.
+        They start from the seeds of the evaluation, so they equal the images that were scored if
+        the policy is the same, and they are scored again. Their prompts are encoded as by
+        `evaluate`. Every process of a run must call it.
 
         Args:
             experiment: The experiment of the evaluation.
@@ -342,8 +344,8 @@ class PoolImages:
 
     Attributes:
         prompts: The p prompts, one per row of each grid.
-        candidates: The indices of the candidates within their prompt, int [p, m], in the order of
-            their rank by reward, the best first.
+        candidates: The indices of the candidates within their prompt, from 0, int [p, m], in the
+            order of their rank by reward, the best first.
         phases: The images by the phase that made them: "explored", and "regenerated" if the run
             regenerates the kept candidates. Each grid has p rows of m images.
     """
@@ -363,7 +365,8 @@ def pool_images(
     """Generates some kept candidates of a training iteration again: the best and the worst ones.
 
     A candidate is determined by its seed, so the images equal those of the iteration. They are
-    scored again, too. Every process of a run must call it.
+    scored again, too. The prompts of the iteration are drawn again from the run's seed, and encoded
+    as by `evaluate`. Every process of a run must call it.
 
     Args:
         experiment: The experiment. `eval.num_grid_images` is the most candidates in all, at least

@@ -200,14 +200,17 @@ def generate_images(
     """Generates one image per prompt.
 
     Loads the model on all devices, each of which generates a part of the images; the model is
-    released when the function returns. Missing files of a hub repository are downloaded. The noise
-    of an image depends on `request.seed`, its prompt and how often this prompt came before, not on
-    the other prompts. If there are several processes, each must call it with an equal request.
+    released when the function returns. A run generates with the EMA policy of `request.checkpoint`,
+    and reads and extends its prompt cache, if it has one. The newest revision of a hub repository
+    is downloaded, weights included, unless it is in the hub's cache; offline, the newest one in the
+    cache is used. The noise of an image depends on `request.seed`, its prompt and how often this
+    prompt came before, not on the other prompts. If there are several processes, each must call it
+    with an equal request.
 
     Args:
         request: The checked arguments of `api.generate`.
         progress: Called with the number of images of each batch when it has been queued on the
-            devices.
+            devices. The numbers add up to all.
 
     Returns:
         The images in the order of the prompts, with the noise that they started from.

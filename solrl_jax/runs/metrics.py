@@ -138,8 +138,9 @@ def import_wandb() -> Any:
 class Metrics:
     """Writes the metrics of one run to `metrics.jsonl` and, if configured, to TensorBoard and W&B.
 
-    It is a context manager. Entering it opens the outputs and reads the rows of an earlier start;
-    those after the iteration that the run resumes from are dropped.
+    It is a context manager, which only one process of a run enters. Entering it opens the outputs
+    and reads the rows of an earlier start; those after the iteration that the run resumes from are
+    dropped.
 
     Attributes:
         rows: All rows up to now, in order: dicts of "iteration" and the values by name, None where
@@ -220,7 +221,7 @@ class Metrics:
     def log(self, iteration: int, values: Mapping[str, SupportsFloat]) -> None:
         """Appends one row to every output, and to `rows`. Call it within the context only.
 
-        When it returns, the row is on the disk.
+        When it returns, the row is on the disk or in the store.
 
         Args:
             iteration: The number of the iteration; 0 before training.
@@ -228,8 +229,9 @@ class Metrics:
                 that is not finite becomes null in `metrics.jsonl` and None in `rows`.
 
         Raises:
-            RunError: If the disk refuses. `rows` then lacks the row, and so does `metrics.jsonl` if
-                it was the file that could not be written.
+            RunError: If the disk or the store refuses, or if another start has taken over a run
+                directory in a store. `rows` then lacks the row, and so does `metrics.jsonl` if it
+                was the file that could not be written.
             Exception: What Weights & Biases raises, as it is. `rows` then lacks the row.
         """
         numbers = {name: float(value) for name, value in values.items()}

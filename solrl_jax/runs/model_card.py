@@ -150,8 +150,9 @@ def model_card(
 def find_license(base: str) -> License | None:
     """Returns the license of a base model, without asking the hub.
 
-    It is looked up among the models that the package has or that its presets name (`LICENSES`),
-    then in the card of the model: in its directory, or in the hub's cache.
+    It is apache-2.0 for every "embedded:NAME". Otherwise it is looked up among the models that
+    presets name (`LICENSES`), then in the card of the model: in its directory, or in the hub's
+    cache.
 
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".

@@ -145,8 +145,8 @@ def draw_pools(
 
     The grid has one row per prompt and phase ("explored" and, if the kept candidates are
     regenerated, "regenerated"). The caption of an image is its phase and reward. The images are
-    generated again from the seeds of the candidates. Every process calls this; the first one
-    writes.
+    generated again from the seeds of the candidates. Clips are also written as a moving grid, with
+    the ending ".webp". Every process calls this; the first one writes.
 
     Args:
         experiment: The experiment of the run. `eval.num_grid_images` is the most candidates, at

@@ -96,7 +96,8 @@ def write(
     Args:
         folders: The run directories, at least one. A run is called by the name of its directory; if
             two directories have one name, all runs are called by their paths.
-        out: The file to write. It is replaced if it exists.
+        out: The file to write. It is replaced if it exists, whatever it holds; missing parent
+            directories are created.
         live: Whether the report is written again soon, so that the page offers to reload itself.
         plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too. None: no plan.
 

@@ -154,10 +154,10 @@ def run(
 
     Every process of a run calls this with the same arguments. The run directory is created if
     necessary and locked for this process (`.lock`). Functions outside the package that the
-    configuration names are imported, and missing files of models and rewards are downloaded. Once
-    all input has been accepted, `config.yaml` and `run.json` are written to the directory, then per
-    iteration a row of `metrics.jsonl` and a file in `ledger/`, and now and then checkpoints and
-    images (`pictures/`).
+    configuration names are imported, and missing files of models, rewards and prompt sets are
+    downloaded from the hub. Once all input has been accepted, `config.yaml` and `run.json` are
+    written to the directory, then per iteration a row of `metrics.jsonl` and a file in `ledger/`,
+    and now and then checkpoints and images (`pictures/`).
 
     If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
     function returns. If it fails, that iteration is saved too (except after Diverged) and the error
@@ -369,7 +369,8 @@ def _train(this: _Run) -> None:
 
     Before them, exploration is calibrated and prompts are encoded if necessary, and the policy is
     evaluated if that is due and not recorded yet. Each iteration writes its file of the ledger and
-    its metrics, even if its evaluation fails, and refreshes the HTML report.
+    its metrics, even if its evaluation fails, and refreshes the HTML report. One with an evaluation
+    also writes images of its candidates, unless `eval.num_grid_images` is 0.
 
     Args:
         this: The run. `state` and `done` are always those of the last complete iteration, also
@@ -757,8 +758,9 @@ def _evaluate(this: _Run) -> Row:
 def _save_grid(this: _Run) -> None:
     """Writes images of fixed test prompts and seeds to `pictures/iteration-NNNNNN.png`.
 
-    They are images of the EMA policy, with one row per prompt and the prompt as caption. Every
-    process calls this; the first one writes.
+    They are images of the EMA policy, with one row per prompt and the prompt as caption. Clips are
+    also written as a moving grid, with the ending ".webp". Every process calls this; the first one
+    writes.
 
     Args:
         this: The run. `eval.num_grid_images` must not be 0.
@@ -871,8 +873,8 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
 def _save_before_after(this: _Run) -> None:
     """Writes `pictures/before-after.png`: images of the base model and of the trained one.
 
-    The trained one is the EMA policy. Every process calls this; the first one writes.
-    Nothing happens if `eval.num_grid_images` is 0.
+    The trained one is the EMA policy. Clips are shown by their first frames. Every process calls
+    this; the first one writes. Nothing happens if `eval.num_grid_images` is 0.
 
     Args:
         this: The run, whose experiment has the prompts and seeds and whose `state.ema` is the

@@ -37,7 +37,7 @@ REMOVING = ".removing-"
 MANIFEST = "manifest.json"
 # Prefix of the directories of this machine whose content is uploaded to a store.
 STAGING = "solrl-"
-# `damage` always compares the contents of files of at most so many bytes.
+# `find_damage` always compares the contents of files of at most so many bytes.
 SMALL = 2**20
 
 _REASONS = {
@@ -132,12 +132,14 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
     writer of a path may run at a time.
 
     Args:
-        path: The file to write. An existing one (or a link, not its target) is replaced, and
-            missing parent directories are created. For one in a store, the body writes a temporary
-            file of this machine, which is uploaded at its end.
+        path: The file to write; a text is a path of this machine, even if it looks like a URL. An
+            existing file (or a link, not its target) is replaced, and missing parent directories
+            are created. For one in a store, the body writes a temporary file of this machine, which
+            is uploaded at its end.
 
     Yields:
-        The path of the temporary file, `.partial-NAME`, which exists and is empty.
+        The path of the temporary file, which exists and is empty: `.partial-NAME` beside `path`,
+        or, if `path` is in a store, NAME in a temporary directory.
 
     Raises:
         RunError: If the disk refuses an operation. Every OSError of the body counts as that. Other
@@ -174,8 +176,9 @@ def atomic_write(path: str | RunPath, data: bytes | str) -> None:
     """Writes a file that appears under its name only when it is complete, and syncs it to the disk.
 
     Args:
-        path: The file to write. An existing one is replaced, or stays as it was if writing fails.
-            Missing parent directories are created.
+        path: The file to write; a text is a path of this machine, even if it looks like a URL. An
+            existing file is replaced, or stays as it was if writing fails. Missing parent
+            directories are created.
         data: The content. Text is encoded as UTF-8.
 
     Raises:
@@ -205,11 +208,12 @@ def atomic_directory(path: RunPath) -> Iterator[Path]:
             has no rename, the old content is removed before the new one is uploaded file by file.
 
     Yields:
-        The path of the temporary directory, `.partial-NAME`, which is empty.
+        The path of the empty temporary directory: `.partial-NAME` beside `path`, or, if `path` is
+        in a store, one of this machine with another name.
 
     Raises:
-        RunError: If the disk refuses to create or rename a directory. Errors of the body pass
-            unchanged.
+        RunError: If the disk refuses to create or rename a directory, or the store refuses. Errors
+            of the body pass unchanged.
     """
     if isinstance(path, StorePath):
         with tempfile.TemporaryDirectory(prefix=STAGING) as folder:
@@ -404,7 +408,8 @@ def check_owner(directory: StorePath) -> None:
         directory: The directory, which this process uses within `exclusive_lock`.
 
     Raises:
-        RunError: If another process has taken the directory over, or if the store refuses.
+        RunError: If another process has taken the directory over, if `.lock` is missing, or if the
+            store refuses.
     """
     with writing(directory / ".lock"):
         owner = (directory / ".lock").read_bytes().decode(errors="replace")
@@ -414,13 +419,17 @@ def check_owner(directory: StorePath) -> None:
 
 @functools.cache
 def _process_name() -> str:
-    """Returns a name of this process that no other has, on any machine."""
+    """Returns the name of this process in the file `.lock` of a store, e.g. "process 7 on HOST
+    (ID)".
+
+    No other process has it, on any machine.
+    """
     return f"process {os.getpid()} on {socket.gethostname()} ({uuid.uuid4().hex})"
 
 
 def write_manifest(directory: Path) -> None:
     """Writes a `manifest.json` with the size and SHA-256 of every file below a directory, so that
-    `damage` can check them.
+    `find_damage` can check them.
 
     Also syncs all files and directories to the disk.
 
@@ -505,8 +514,8 @@ def stored_damage(directory: StorePath) -> str | None:
     """Compares the names and sizes of the files of a directory in a store with its manifest.
 
     Contents are not compared, because that would download them; whoever downloads a directory
-    compares the copy by `damage`. Nothing is raised: a store that refuses, and a missing or damaged
-    manifest, are differences too.
+    compares the copy by `find_damage`. Nothing is raised: a store that refuses, and a missing or
+    damaged manifest, are differences too.
 
     Args:
         directory: The directory.

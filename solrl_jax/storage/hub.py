@@ -4,6 +4,7 @@ The package contains the configurations of the released models that presets name
 `solrl plan` needs. They come without weights and vocabularies, and no model is loaded from them.
 """
 
+import glob
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,7 +38,7 @@ def is_name(path: str) -> bool:
 
 def snapshot(
     name: str,
-    patterns: Callable[[], Sequence[str]],
+    files: Callable[[], Sequence[str]],
     what: str,
     remedy: str = "",
     *,
@@ -50,25 +51,26 @@ def snapshot(
 
     Args:
         name: The repository, OWNER/NAME.
-        patterns: A function without arguments that returns which files: paths in the repository, or
-            patterns such as "*.json". It is called in any case, also without a network. It may
-            ask the hub; its errors become the InputError below, even if the cache has the files.
+        files: A function without arguments that returns the paths of the files in the repository.
+            It is called in any case, also without a network. It may ask the hub; its errors become
+            the InputError below, even if the cache has the files.
         what: The beginning of the error message, e.g. the configuration field and its value.
         remedy: Text for the end of the error message, e.g. advice.
         repo_type: The kind of the repository, "model" or "dataset".
 
     Returns:
-        The local directory of the revision, in the hub's cache. Without the hub, or if a path or
-        pattern matches nothing, some of the files may be missing in it.
+        The local directory of the revision, in the hub's cache. Without the hub, or if the
+        repository does not have them, some of the files may be missing in it.
 
     Raises:
         InputError: If the hub refuses or cannot be reached, and the cache has no revision; if a
-            download fails; or if `patterns` fails.
+            download fails; or if `files` fails.
     """
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, repo_type=repo_type, allow_patterns=list(patterns())))
+        paths = [glob.escape(file) for file in files()]  # the client takes patterns
+        return Path(snapshot_download(name, repo_type=repo_type, allow_patterns=paths))
     except Exception as error:  # the client raises a dozen unrelated types
         raise unavailable(what, error, remedy) from error
 
@@ -113,7 +115,8 @@ def read_card(folder: Path, repo_type: Literal["model", "dataset"]) -> dict[str,
 
 
 def check_login(name: str) -> None:
-    """Checks that the user is logged in to the hub. The right to write is not checked.
+    """Checks, by a request to the hub, that the user is logged in. The right to write is not
+    checked.
 
     Args:
         name: The repository that is to be written, OWNER/NAME, for the error message.

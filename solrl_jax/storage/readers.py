@@ -65,7 +65,7 @@ def read_bytes(path: str | RunPath, most: int = MOST_TEXT) -> bytes:
 
 
 def read_start(path: RunPath, count: int) -> bytes:
-    """Reads the beginning of a regular file.
+    """Reads the beginning of a file.
 
     Args:
         path: The file, here or in a store. Links are followed. Its kind is not checked: a pipe

@@ -36,8 +36,8 @@ class Prices:
             takes three predictions of the network and a gradient.
         synced: The seconds to make the low-precision copy of the policy for exploration (merge its
             adapters and quantize it), once per iteration.
-        differentiated: The seconds of one gradient of the reward of one image. None:
-            four times `scored`, as compiled for FLUX.1 and PickScore on an H200 (4.1 times).
+        differentiated: The seconds of one gradient of the reward of one image. None: four times
+            `scored`, as compiled for FLUX.1 and PickScore on an H200 (4.1 times).
     """
 
     name: str
@@ -53,13 +53,14 @@ class Prices:
         """Returns the price of one iteration in seconds: the sum of its counted work.
 
         Counted are exploration, regeneration, the decoding and scoring of both, the gradients of
-        the reward (for objectives that train on them), the update (of adapters) and, if exploration
-        has a precision of its own, the sync. Exploring steps in the training precision
-        (`rollout.explore.exact_steps`) have its price, and regeneration does not take those again
-        that it continues from. `algorithm.kl_fraction` below 1 saves predictions of the reference,
-        and with `algorithm.kl_coef` 0 only dpo needs any. Left out are
-        text encoders, classifier-free guidance, `rollout.explore.correction_rank`, attention in FP8
-        and `rollout.explore.reward`. The image size is that of the plan which the prices come from.
+        the reward (for objectives that train on them), the update (priced as that of adapters) and,
+        if exploration has a precision of its own, the sync. Exploring steps in the training
+        precision (`rollout.explore.exact_steps`) have its price, and regeneration does not take
+        those again that it continues from. `algorithm.kl_fraction` below 1 saves predictions of the
+        reference, and `algorithm.kl_coef` 0 saves them all with most objectives
+        (`_skips_reference`). Left out are text encoders, classifier-free guidance,
+        `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`. The image
+        size is that of the plan which the prices come from.
 
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept
@@ -110,7 +111,7 @@ class Prices:
 
 
 def _skips_reference(config: Config) -> bool:
-    """Whether the update needs no prediction of the reference policy.
+    """Returns whether the update needs no prediction of the reference policy.
 
     Args:
         config: The configuration. The package's objectives do not read the reference if

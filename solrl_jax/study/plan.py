@@ -183,8 +183,8 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
         out: The directory of the study. The directory of a run is `out/ARM-SEED`.
         quick: Whether it is the quick version of the study, with the seeds and the further
             overrides in `plan.quick`.
-        overrides: The user's overrides `key=value` of all runs, which win over all overrides of the
-            plan.
+        overrides: The user's overrides `key=value` of all runs. They win over those of
+            `plan.quick`, which win over those of the arm, which win over `plan.overrides`.
 
     Returns:
         The runs in this order, with resolved configurations.

@@ -32,6 +32,9 @@ def log_of(run: Run) -> Path:
 def finished(run: Run) -> bool:
     """Returns whether a run is finished: trained and evaluated to the end in its directory.
 
+    If the saved configuration differs from that of the run, the prompt sets are read too, and
+    downloaded if they are on the hub and not in its cache.
+
     Args:
         run: The run.
 
@@ -58,11 +61,13 @@ def finished(run: Run) -> bool:
 
 
 def _with_available_prompts(config: Config) -> Config:
-    """Returns a configuration with its numbers of prompts reduced to those that its prompt sets
-    have, as a run reduces them when it starts.
+    """Returns a configuration with `train.num_prompts` and `eval.num_prompts` reduced to the
+    numbers that its prompt sets have, as a run reduces them when it starts.
+
+    Sets of the hub are downloaded unless they are in its cache.
 
     Args:
-        config: The configuration of a run.
+        config: The configuration of a run, which is returned itself if nothing is reduced.
 
     Raises:
         InputError: If a prompt set cannot be read.
@@ -87,8 +92,9 @@ def train(
             are kept in `out/programs`.
         processes: The number of runs that train at once, at least 1. They share the threads of the
             CPU equally.
-        say: Called in this thread with lines on the progress: how many runs are finished at the
-            start (if any), and then one for each run that ends.
+        say: Called in this thread with one line of progress at a time: how many runs are finished
+            at the start (if any), and then one line for each run that ends. An error that it raises
+            stops the runs as Ctrl-C does, and is raised again.
 
     Returns:
         For each run that failed, by its name ARM-SEED, one line that says why. The other runs are

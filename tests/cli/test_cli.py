@@ -153,6 +153,20 @@ def test_eval_compares_with_a_base_whose_lora_layers_are_not_those_of_tiny(call,
     assert evaluated == [{}, {}]
 
 
+def test_eval_compares_a_lora_with_the_base_that_is_named(exported, call, monkeypatch):
+    evaluated = []
+
+    def evaluate(experiment, adapters):
+        evaluated.append(adapters)
+        return Evaluation({"reward": 1.0}, {"reward": 0.0}, {"reward": np.ones((2, 3))}, {}, {})
+
+    monkeypatch.setattr("solrl_jax.cli.eval._evaluate", evaluate)
+    base = "embedded:tiny-sana"
+    code, _, error = call("eval", base, base, f"lora.path={exported}", "--paired", "--json")
+    assert code == 0, error
+    assert [len(adapters) > 0 for adapters in evaluated] == [True, False]
+
+
 @pytest.mark.exhaustive
 def test_eval_compares_a_run_with_itself_and_with_its_base(trained, call, tmp_path):
     folder, summary, _ = trained

@@ -123,6 +123,7 @@ def diffusers_images(
     ).images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheduler", "steps", "guidance", "size"), CASES)
 def test_images_equal_those_of_diffusers(
     scheduler, steps, guidance, size, models, prompt_file, tmp_path

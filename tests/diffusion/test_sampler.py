@@ -244,6 +244,7 @@ recording = jax.jit(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [None, 1, 4])
 @pytest.mark.parametrize("solver", SDES)
 def test_recorded_states_are_the_steps_that_were_drawn(solver, cut):

@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from solrl_jax.models.locate import EMBEDDED_FOLDER
 from tests.hostile.harness import call
 
+pytestmark = pytest.mark.slow
+
 # examples of each kind of file
 QUICK = 4
 THOROUGH = 150
@@ -105,7 +107,6 @@ JSON = (
 )
 
 
-@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("file", JSON)
 def test_json_of_a_model(file, count):
@@ -126,7 +127,6 @@ def test_json_of_a_model(file, count):
     mutate()
 
 
-@pytest.mark.slow
 @BOTH
 def test_safetensors_of_a_model(count):
     file = "transformer/diffusion_pytorch_model.safetensors"
@@ -175,7 +175,6 @@ def reads_as(content: bytes, original: bytes) -> bool:
     return False
 
 
-@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize(
     "file", ["meta.json", "manifest.json", "arrays/manifest.ocdbt", "arrays/_METADATA"]

@@ -19,6 +19,8 @@ from solrl_jax.storage.hub import CARRIED
 from tests.hostile.harness import PEAK, at_most, memory
 from tests.hostile.test_mutations import ODD, examples
 
+pytestmark = pytest.mark.slow
+
 ABSENT = "a field that is taken away"
 WRONG: tuple[Any, ...] = (
     ABSENT,

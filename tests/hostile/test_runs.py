@@ -24,6 +24,8 @@ from tests.hostile.harness import call
 from tests.small import SMALL
 from tests.toys import TOY
 
+pytestmark = pytest.mark.slow
+
 NAN = "tests.hostile.outside:nothing_finite"
 
 
@@ -72,7 +74,6 @@ def test_a_run_without_a_finite_reward_fails_after_three_iterations_or_at_its_en
     )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("toy_model")
 def test_the_last_finite_checkpoint_is_kept_and_named(tmp_path):
     """A finished run goes on, and its reward is finite no more."""

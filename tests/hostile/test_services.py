@@ -27,6 +27,8 @@ from solrl_jax.rewards.host import Failure, RewardError, scoring
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import HostReward, HostRewards
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 PICTURES = np.random.default_rng(0).random((2, 8, 8, 3), np.float32)
 SCORES = json.dumps({"scores": [0.5, None]}).encode()
@@ -287,7 +289,6 @@ def score(rewards: HostRewards, pictures: int = 1):
         return outside.finish()["some"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "message"),
     [
@@ -308,7 +309,6 @@ def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, message, monkey
         host.shared_workers(*workers).close()
 
 
-@pytest.mark.slow
 def test_the_wall_clock_ends_no_wait(monkeypatch):
     """Set back by an hour while a worker hangs, as pebble sees it."""
     wall = time.time

@@ -14,6 +14,8 @@ from solrl_jax.cli import main
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import readers
 
+pytestmark = pytest.mark.slow
+
 
 def exit_code(monkeypatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["solrl", *arguments])
@@ -43,7 +45,6 @@ def test_a_full_disk_under_the_output_is_one_line(arguments, monkeypatch, capsys
     assert (code, message.count("\n")) == (2 if "nope" in arguments else 1, 1)
 
 
-@pytest.mark.slow
 def test_streams_that_are_closed_are_no_failure(monkeypatch):
     for name in ("stdin", "stdout", "stderr"):
         monkeypatch.setattr(sys, name, None)
@@ -72,7 +73,6 @@ def test_libraries_that_find_too_little_memory_are_one_line():
     assert main.UNFORESEEN in main.explained(ImportError("no such name"))[0]
 
 
-@pytest.mark.slow
 def test_figures_are_drawn_whatever_the_shell_asks_for(monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "abacus")
     monkeypatch.setenv("JAX_ENABLE_X64", "1")
@@ -83,7 +83,6 @@ def test_figures_are_drawn_whatever_the_shell_asks_for(monkeypatch):
     assert subprocess.run(drawing, env=os.environ, check=False).returncode == 0
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ignored", [False, True], ids=["terminal", "nohup"])
 def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -111,7 +110,6 @@ def test_sigterm_ends_any_command_as_ctrl_c_does(monkeypatch, capsys):
     assert capsys.readouterr().err == "solrl: interrupted\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "module"),
     [(signal.SIGTERM, "pydantic"), (signal.SIGINT, "numpy"), (signal.SIGHUP, "jax")],

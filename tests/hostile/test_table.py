@@ -17,6 +17,8 @@ from tests.hostile import (
 from tests.hostile.harness import Case, call, fill, prepare
 from tests.small import SMALL
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     *cases_commands.CASES,
     *cases_configuration.CASES,

@@ -98,6 +98,7 @@ def test_a_row_does_not_depend_on_the_other_rows(kind):
     np.testing.assert_allclose(product(X, leaf)[5:6], product(X[5:6], leaf), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @every_kind
 @pytest.mark.parametrize("shape", [(N_IN, 128), (LAYERS, N_IN, 128)])
 def test_outputs_are_divided_and_nothing_else(kind, shape):

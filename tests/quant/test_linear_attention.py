@@ -174,6 +174,7 @@ def test_mixed_sums_are_their_twin_and_so_are_the_gradients(name, on_gpu):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hard", HARD.values(), ids=HARD)
 def test_mixed_sums_are_their_twin_where_numbers_are_hard(hard, on_gpu):
     """To a unit of BF16, in which both round features and results.

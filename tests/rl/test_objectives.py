@@ -513,6 +513,7 @@ def test_dpo_prefers_the_better_sample_of_a_pair():
     np.testing.assert_array_equal(metrics["preferred"], 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_a_row_is_a_function_of_itself_or_of_its_pair(name):
     assert isinstance(load_objective(name), Objective)

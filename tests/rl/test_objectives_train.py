@@ -332,6 +332,7 @@ def test_a_pair_that_differs_by_rounding_does_not_count(spied):
     assert not np.asarray(batches[0].weight).any()
 
 
+@pytest.mark.slow
 def test_an_evaluation_follows_the_ode():
     sde = toy_experiment(*settings("flow_grpo", "sol_rl"))
     ode = toy_experiment()

@@ -216,6 +216,7 @@ def test_in_a_format_that_quantizes_nothing_correction_and_exact_steps_change_no
     assert same(sampler.segments[0].policy, paper.policy(adapters))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "extra", "expected"),
     [

@@ -235,6 +235,7 @@ PEERS = {  # the modules that are quantized, and how many linears they are in th
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_released_sizes_quantize_what_the_peers_do(name):
     params = shapes(name)

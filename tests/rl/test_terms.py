@@ -169,6 +169,7 @@ def test_of_a_window_its_steps_alone_are_trained_at():
     assert pairs == {(0.75, 0), (0.5, 1)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", first_is_quick(["flow_grpo", "awm", "flow_cps", "grpo_guard", "flow_dppo"])
 )

@@ -151,6 +151,7 @@ def test_a_level_is_explored_at_and_told(toy):
     )
 
 
+@pytest.mark.slow
 def test_low_precision_never_enters_the_loss(toy, monkeypatch):
     """Proxies decide who is kept and nothing else: with the same kept seeds, other proxies give the
     same adapters.

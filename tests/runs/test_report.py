@@ -222,7 +222,9 @@ def test_clips_move(run, tmp_path):
     brightness = np.linspace(0, 1, 40)
     clips = np.stack([brightness, 1 - brightness])[..., None, None, None] * np.ones((16, 200, 3))
     path = folder / "pictures" / "iteration-000003.png"
-    image_files.save_grid(path, clips, 2, ["a", "b"], [{"prompt": "a"}, {"prompt": "b"}])
+    image_files.save_grid(
+        path, clips, 2, ["a", "b"], [{"prompt": "a"}, {"prompt": "b"}], frames_per_second=16
+    )
     report.write([folder], folder / report.NAME)
     (shown,) = Page(folder / report.NAME).data["runs"]
     still, moving = shown["grids"]

@@ -33,6 +33,7 @@ def written(tmp_path, **changed) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quick", [False, True])
 @pytest.mark.parametrize("name", plan_names())
 def test_the_carried_plans_hold(tmp_path, name, quick):

@@ -106,7 +106,7 @@ class Scene:
             raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")
 
     def _is_valid(self) -> bool:
-        """Whether the fields obey the rules of the embedded world. The constructor checks it.
+        """Returns whether the fields obey the rules of the embedded world, for the constructor.
 
         One group has no relation; two groups have a known one. Two groups differ in color or
         shape, have at most 4 (`MAX_OBJECTS`) objects together, and neither has three objects called

@@ -394,7 +394,7 @@ def _edge_cover(inside: Array, width: float) -> Array:
 
 
 def ramp(x: Array, low: float, high: float) -> Array:
-    """A sigmoid that is 0.018 at `low`, 0.5 in the middle and 0.982 at `high`.
+    """Returns a sigmoid of `x` that is 0.018 at `low`, 0.5 in the middle and 0.982 at `high`.
 
     Args:
         x: Any values.
@@ -473,7 +473,7 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
 
 
 def _strict_verdict(components: Components, target: Targets) -> Bool[Array, ""]:
-    """Whether one image shows exactly the objects that its caption asks for.
+    """Returns whether one image shows exactly the objects that its caption asks for.
 
     Every group must have exactly its number of objects of its color, shape and, if given, size.
     There must be no further object, and less than 8 pixels (of an image scaled to the area 32 x 32)

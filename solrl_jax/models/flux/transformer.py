@@ -275,7 +275,8 @@ class FluxSingleBlock(nnx.Module):
 
 
 def rotary_table(length: int, rows: int, columns: int, axes_dims: tuple[int, ...]) -> Rotation:
-    """Returns the rotary angles of the text tokens, then of the image tokens, row by row.
+    """Returns the cosines and sines of the rotary angles of the text tokens, then of the image
+    tokens, row by row.
 
     A position has three coordinates: (0, row, column) for image tokens, and (0, 0, 0) for text
     tokens, which are thus not rotated.

@@ -17,8 +17,8 @@ Rotation: TypeAlias = tuple[Array | np.ndarray, Array | np.ndarray]
 def rotation_table(
     positions: Float[np.ndarray, "axes s"], axes_dims: tuple[int, ...], theta: float
 ) -> Rotation:
-    """Computes the angles of rotary position embedding for positions with several coordinates
-    (arXiv 2104.09864, section 3.3).
+    """Computes cosines and sines of the angles of rotary position embedding for positions with
+    several coordinates (arXiv 2104.09864, section 3.3).
 
     The features of a head are divided among the axes, and each pair of features of an axis is
     rotated by the coordinate times a frequency.

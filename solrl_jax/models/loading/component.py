@@ -110,9 +110,9 @@ class Component:
     def load(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
         """Reads the parameters from the files onto the devices.
 
-        A parameter that the files may lack (for which the network declares an initial value) is
-        initialized if they do. With `place`, all processes of a run must call it, and each reads
-        only what its own devices hold.
+        A parameter that the files may lack gets the initial value that the network declares for it
+        if they do. With `place`, all processes of a run must call it, and each reads only what its
+        own devices hold.
 
         Args:
             dtype: dtype to which the parameters are cast. Values beyond its range become infinite.

@@ -150,8 +150,8 @@ class QwenImagePipeline(Pipeline):
 
         A function (number of steps, number of image tokens) that returns mu, the natural logarithm
         of the shift. mu is linear in the number of tokens, with the values `base_shift` at
-        `base_image_seq_len` tokens and `max_shift` at `max_image_seq_len` tokens. The number of
-        steps has no effect.
+        `base_image_seq_len` tokens and `max_shift` at `max_image_seq_len` tokens, which are fields
+        of `scheduler_config.json`. The number of steps has no effect.
         """
 
         def line(steps: int, tokens: int) -> float:
@@ -238,8 +238,9 @@ class QwenImagePipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens per prompt that the transformer sees, up to 1024. They
-                include the end of the template, which is lost if the text is longer and cut.
+            max_tokens: number of tokens per prompt that the transformer sees, from 1 (not checked)
+                to 1024. They include the end of the template, which is lost if the text is longer
+                and cut.
             instruction: ignored: Qwen-Image takes no instruction.
 
         Returns:

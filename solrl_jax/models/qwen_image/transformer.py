@@ -335,7 +335,8 @@ class MaskedJointAttention(JointAttention):
 
 
 def rotary_table(rows: int, columns: int, length: int, axes_dims: tuple[int, ...]) -> Rotation:
-    """Returns the rotary angles of the image tokens, row by row, then of the text tokens.
+    """Returns the cosines and sines of the rotary angles of the image tokens, row by row, then of
+    the text tokens.
 
     A position has three coordinates. Image tokens have (0, row, column), counted from the middle of
     the image: rows run from `-ceil(rows / 2)` to `floor(rows / 2) - 1`, and columns likewise. Text

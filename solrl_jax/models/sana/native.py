@@ -149,7 +149,8 @@ def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> Conversion
     No tensor is read.
 
     Four properties are taken from the checkpoint: the number of blocks, the hidden width of the
-    MLP, the kind of its layers, and whether queries and keys are normalized.
+    MLP, the kind of its layers, and whether queries and keys are normalized. The network is traced
+    for its shapes, which computes no array.
 
     Args:
         shapes: shapes of all native tensors, by name.

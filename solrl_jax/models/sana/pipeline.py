@@ -196,8 +196,8 @@ class SanaPipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes prompts in lower case, stripped of surrounding white space and padded on the
-        right.
+        """Tokenizes prompts in lower case, stripped of surrounding white space, and pads (on the
+        right) or cuts them.
 
         With an instruction, Gemma reads it before each prompt, but the transformer sees only
         `max_tokens` of the encoded tokens: the first one and the last ones, which are those of the

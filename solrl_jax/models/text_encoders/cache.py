@@ -105,8 +105,8 @@ class Cache:
     def digest(self, file: Path) -> str:
         """Returns the SHA-256 of a file's content, which the cache remembers for the next call.
 
-        The file is read again only if its path, size, times, device or inode have changed. If the
-        cache cannot be written, the result is not remembered.
+        The file is read, whole, only if the cache remembers no hash for its path, size, times,
+        device and inode. If the cache cannot be written, the result is not remembered.
 
         Args:
             file: the file. Links are followed.

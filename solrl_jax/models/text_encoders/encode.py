@@ -27,9 +27,12 @@ REVISION = 1
 class TextEncoders:
     """Encodes prompts by the text encoders of a pipeline, with a cache of the results on disk.
 
-    The parameters are loaded only when a prompt is not in the cache, and stay loaded until
-    `release`. An encoding has the same bits whatever prompts are encoded beside it, because a
-    device always encodes 8 prompts at once (missing ones are filled up with copies).
+    The parameters are loaded only when a prompt is not in the cache (without a cache: at the first
+    prompt), and stay loaded until `release`. With a cache, the first look-up hashes the weight
+    files, which reads them whole unless the cache remembers their hashes.
+
+    An encoding has the same bits whatever prompts are encoded beside it, because a device always
+    encodes 8 prompts at once (missing ones are filled up with copies).
 
     An encoding is found in the cache if weights, configurations, dtype and tokens are the same. The
     device and the version of XLA may differ.
@@ -110,8 +113,8 @@ class TextEncoders:
         """Encodes prompts, or reads their encodings from the cache.
 
         Prompts that the cache lacks (all, if there is no cache) are computed and written to it. In
-        a run of several processes, all must call this with the same prompts; a prompt that any of
-        them lacks is computed by all.
+        a run of several processes, all must call this with the same prompts; a prompt that the
+        cache of any process lacks is computed by all together, and written by each to its cache.
 
         Args:
             prompts: one or more prompts.
@@ -171,6 +174,7 @@ class TextEncoders:
             progress: a function `(total, increment)` that is called before each chunk of `chunk`
                 prompts: with the number of prompts to encode, and the number encoded since the last
                 call (0 at first). It is not called at the end, nor if there is nothing to encode.
+                Its errors pass unchanged; the parameters are then not released.
 
         Returns:
             The number of prompts that the cache lacked (a prompt that comes twice counts twice); 0
@@ -237,7 +241,7 @@ class TextEncoders:
 
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
         """Encodes prompts, `chunk` at a time, and yields their encodings one by one. Loads the
-        parameters if necessary.
+        parameters if necessary. Every process must consume it to the end.
 
         Args:
             tokens: tokens of the prompts: arrays by name with one row per prompt. There may be no
@@ -265,8 +269,8 @@ class TextEncoders:
 def encode_chunk(
     encoders: TextEncoders, params: dict[str, Params], tokens: TracedTokens
 ) -> Conditioning:
-    """Encodes one chunk of prompts, split over the devices of the mesh of `jax.set_mesh`. Compiled
-    by jit.
+    """Encodes one chunk of prompts, split over the devices of the mesh of `jax.set_mesh`, which
+    must be that of `encoders`. Compiled by jit.
 
     Args:
         encoders: the text encoders, whose pipeline encodes. A static argument under jit.

@@ -221,7 +221,8 @@ def check_chat_template(folder: Path) -> None:
 
 
 def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
-    """Renders each prompt as a chat with one message of the user, up to where the answer begins.
+    """Renders each prompt, by the tokenizer's chat template, as a chat with one message of the
+    user, up to where the answer begins.
 
     Args:
         folder: folder of a tokenizer with a chat template.

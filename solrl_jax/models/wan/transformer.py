@@ -395,7 +395,8 @@ def _add_gated(
 
 
 def rotary_table(frames: int, rows: int, columns: int, axes_dims: tuple[int, ...]) -> Rotation:
-    """Returns the rotary angles of the tokens of a clip, frame by frame and row by row.
+    """Returns the cosines and sines of the rotary angles of the tokens of a clip, frame by frame
+    and row by row.
 
     The coordinates of a token are its frame, row and column, each counted from 0.
 

@@ -419,7 +419,8 @@ class FinalLayer(nnx.Module):
 def rotary_tables(
     config: ZImageConfig, rows: int, columns: int, length: int, text_lengths: Int[Array, " b"]
 ) -> tuple[Rotation, Rotation]:
-    """Returns the rotary angles of the image tokens and of the text tokens.
+    """Returns the cosines and sines of the rotary angles of the image tokens and of the text
+    tokens.
 
     Both sequences include their padding to multiples of 32. A position has three coordinates: (i,
     0, 0) for text token i, counted from 1, padding included; (p + 1, row, column) for an image

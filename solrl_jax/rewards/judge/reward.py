@@ -55,7 +55,8 @@ def judge(
         prompts: The prompts of the n images.
         metadata: The metadata of the n prompts, which has no effect.
         options: The `Judge` (its options, question and criteria) as JSON text from
-            `Judge.to_json`. It must not be one that compares images.
+            `Judge.to_json`. It must not be one that compares images. The API key is not in it, but
+            in ~/.netrc or the environment (`client.find_key`).
         concurrency: The most requests of this process at once, at least 1.
 
     Returns:
@@ -102,7 +103,8 @@ def compare(
         prompts: The prompts of the n pairs.
         metadata: The metadata of the n prompts, which has no effect.
         options: The `Judge` (its options and question) as JSON text from `Judge.to_json`. It must
-            be one that compares images (`Judge.compares`).
+            be one that compares images (`Judge.compares`). The API key is not in it, but in
+            ~/.netrc or the environment (`client.find_key`).
         concurrency: The most requests of this process at once, at least 1.
 
     Returns:

@@ -13,8 +13,8 @@ from solrl_jax.rl.sampler import make_schedule
 
 def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | None:
     """Returns the steps at whose beginning an objective that trains on reward gradients is trained.
-    One of them is drawn for each sample. A user's objective, `module:function`, is imported for
-    this.
+    `generate` draws one of them for each sample, from its seed. A user's objective,
+    `module:function`, is imported for this.
 
     Args:
         config: The configuration. `algorithm.last_steps` is the number of last steps, or if it is
@@ -25,8 +25,8 @@ def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | 
             which some schedules derive their shift.
 
     Returns:
-        Indices of consecutive steps of the full schedule: the last ones, or the one that starts
-        nearest to the noise level. None if the objective trains on anything else.
+        Indices, from 0, of consecutive steps of the full schedule: the last ones, or the one that
+        starts nearest to the noise level. None if the objective trains on anything else.
     """
     if config.algorithm.trains_on != "reward_gradients":
         return None

@@ -25,7 +25,8 @@ class Explorer:
 
     The options of `rollout.explore` change the configured schedule and the quantizer. Some measure
     something on the base policy for that, for example the inputs of its layers. That happens when a
-    method first needs it; the object keeps the result.
+    method first needs it; the object keeps the result. The prompts that are measured on are encoded
+    first, which may load text encoders and write to the cache of prompts.
 
     Attributes:
         explore: The section `rollout.explore` of the configuration: the number of steps and the

@@ -34,9 +34,9 @@ class Calibration:
         sampler: The sampler of the base policy with the steps of the regeneration. Its decoder is
             not used for measurements.
         prompts: The prompts that are measured on, usually the first 16 for training.
-        encode_prompts: Returns `prompts` with their embeddings. Each call encodes them, or reads
-            the embeddings from the cache of prompts, so an option calls it once per measurement.
-            Every process of a run must call it.
+        encode_prompts: Returns `prompts` with their embeddings. Each call reads the embeddings from
+            the cache of prompts, or loads the text encoders, encodes the prompts and writes to the
+            cache, so an option calls it once per measurement. Every process of a run must call it.
         seed_batch: The samples to measure on: for each prompt, in order, the index of the prompt
             and one seed.
         micro_batch: The largest number of samples that a device differentiates at once.

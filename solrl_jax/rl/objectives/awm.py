@@ -53,9 +53,9 @@ def awm(
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R), "ratio/clipped" (1 if R differs from 1 by more than c, else 0), "loss/drift"
-        and, unless `kl_coef` is 0, "loss/kl" (the distances to old policy and reference, without
-        coefficients).
+        "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs from 1 by more than c, else 0),
+        "loss/drift" and, unless `kl_coef` is 0, "loss/kl" (the distances to old policy and
+        reference, without coefficients).
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)

@@ -165,7 +165,8 @@ def export_peft(
 def import_lora(
     path: Path, table: Table, *, skip_text_encoders: bool = False
 ) -> tuple[dict[str, Adapter], LoraSettings]:
-    """Reads a LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a LoRA directory of PEFT.
+    """Reads a LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a LoRA directory of PEFT,
+    from disk.
 
     Names and shapes are checked before any factor is read. Layers under the names of the model's
     authors are converted to those of diffusers: a fused layer, such as queries, keys and values in

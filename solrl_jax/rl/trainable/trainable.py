@@ -235,7 +235,8 @@ def map_layers(
     A stacked weight is processed one layer at a time, so that no float32 copy of the stack exists.
 
     Args:
-        f: Takes a float32 weight [in, out], and one layer of each of the extra arrays.
+        f: Takes a float32 weight [in, out], and one layer of each of the extra arrays. For
+            a stack it is traced, by `jax.lax.map`.
         w: The weight [in, out], or a stack of them [layers, in, out].
         trained: The adapter of the weight, {"a": ..., "b": ...}, the array that replaces the
             weight, or None to take the weight as it is.

@@ -406,8 +406,9 @@ def input_moments(
     """Computes `X^T X U` for each linear layer, where X are its inputs for all samples at all
     sigmas of a schedule.
 
-    Each sample is noised to each sigma. The network is differentiated with `Probe` leaves as
-    weights, whose gradient is `X^T X U`. The mesh of the backbone must be the ambient one.
+    Each sample is noised to each sigma, with noise from its seed (stream "calibration"). The
+    network is differentiated with `Probe` leaves as weights, whose gradient is `X^T X U`. The mesh
+    of the backbone must be the ambient one.
 
     Args:
         backbone: The networks; static.
