@@ -536,9 +536,10 @@ def triton_kernel(
 
     Args:
         encode: The encoder: from the columns of a row (float32 arrays, one per part, the first
-            columns first) to a tuple of outputs, each again a list of arrays. The columns of each
-            part come padded with zeros to a power of two; the padding must not change the outputs
-            for the columns of the row.
+            columns first) to a tuple of outputs. Each is a list with one array per part, whose
+            width is in a fixed ratio to that of the part, or with a single array, such as the scale
+            of the row. The columns of each part come padded with zeros to a power of two, at least
+            `MIN_ROW_WIDTH`; the padding must not change the outputs for the columns of the row.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis, and all have one batch and one width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.

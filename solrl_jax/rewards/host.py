@@ -61,7 +61,9 @@ class RewardError(RunError):
 class Failure(Exception):
     """A call of a reward's function returned no scores, or not all of them.
 
-    The message says why in one line.
+    It is raised in a worker process: by the function, such as a judge's, or by the checks of what
+        it
+    returned. `_call` turns it into a `Returned`. The message says why in one line.
 
     Attributes:
         scores: The scores of those images (or pairs) that have one, with NaN for the others: n

@@ -349,10 +349,11 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     First come the checks that load nothing, then the rewards are loaded, then the model is opened
     and checked against the configuration, and its weights are loaded last. Also imports the
     functions that the configuration names outside the package, may download models, files of
-    rewards and prompts from the hub, and connects the hosts of a run. All rewards are tried with
-    one prompt of each set: those inside JAX are traced; those outside it start their workers and
-    score a gray image, for which judges and services get requests. Every process of a run must call
-    it with the same arguments.
+    rewards and prompts from the hub, and opens the connections between the devices of all hosts,
+    whose processes must have called `hosts.initialize` before. All rewards are tried with one
+    prompt of each set: those inside JAX are traced; those outside it start their workers and score
+    a gray image, for which judges and services get requests. Every process of a run must call it
+    with the same arguments.
 
     Args:
         config: The configuration, in which "auto" need not be resolved. Where `train.num_prompts`

@@ -200,7 +200,7 @@ class Metrics:
                 outputs.append(
                     _stored_tensorboard(folder, purge_step)
                     if isinstance(folder, StorePath)
-                    else _tensorboard(folder, purge_step)
+                    else _tensorboard(folder, purge_step, _count_files(folder))
                 )
             if self._wandb:
                 outputs.append(_weights_and_biases(self._run_dir))
@@ -279,13 +279,14 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
 
 
 @contextlib.contextmanager
-def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
+def _tensorboard(folder: Path, purge_step: int, older: int) -> Iterator[Log]:
     """Opens a new event file of TensorBoard, as a context manager.
 
     Args:
-        folder: The directory of the event files. It is created if necessary.
+        folder: The directory of the event file. It is created if necessary.
         purge_step: The first iteration that this start of the run writes. TensorBoard hides events
-            of older files from it on.
+            of older files in the same directory from it on.
+        older: The number of event files of earlier starts, in which the name of the new one ends.
 
     Yields:
         A function (iteration, values by name) that writes a row and flushes it. It raises RunError
@@ -314,7 +315,7 @@ def _tensorboard(folder: Path, purge_step: int) -> Iterator[Log]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # The writer names a file by the second, so two starts within one second would share it.
-        writer = EventsWriter(str(folder / "events"), f".{len(list(folder.iterdir())):04d}")
+        writer = EventsWriter(str(folder / "events"), f".{older:04d}")
         writer.flush()
         write(purge_step, session_log=SessionLog(status=SessionLog.START))
     try:
@@ -358,11 +359,11 @@ def _stored_record(path: StorePath, rows: Sequence[Mapping[str, Any]]) -> Iterat
 def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
     """Opens a new event file of TensorBoard in an object store, as a context manager.
 
-    The file is written to a temporary directory, and uploaded after every row.
+    The file is written to a temporary directory, and uploaded after every row, the first time after
+    the first row.
 
     Args:
-        folder: The directory of the event files in the store. Each start of the run has a directory
-            of its own in it.
+        folder: The directory of the event files in the store, one of each start of the run.
         purge_step: The first iteration that this start of the run writes. TensorBoard hides events
             of older files from it on.
 
@@ -371,19 +372,29 @@ def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
         RunError if the disk or the store refuses.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk or the store refuses.
     """
-    with tempfile.TemporaryDirectory(prefix=STAGING) as temporary:
-        events = Path(temporary)
-        uploaded = folder / f"start-{time.time_ns()}"
-        with _tensorboard(events, purge_step) as log_here:
+    with contextlib.ExitStack() as stack:
+        with writing(folder):
+            older = len(folder.files())
+            events = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=STAGING)))
+        log_here = stack.enter_context(_tensorboard(events, purge_step, older))
 
-            def log(iteration: int, values: dict[str, float]) -> None:
-                log_here(iteration, values)
-                with writing(uploaded):
-                    upload_directory(events, uploaded)
+        def log(iteration: int, values: dict[str, float]) -> None:
+            log_here(iteration, values)
+            with writing(folder):
+                upload_directory(events, folder)
 
-            yield log
+        yield log
+
+
+def _count_files(folder: Path) -> int:
+    """Returns the number of entries of a directory, 0 if it does not exist.
+
+    Args:
+        folder: The directory.
+    """
+    return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 @contextlib.contextmanager

@@ -216,7 +216,9 @@ def atomic_directory(path: RunPath) -> Iterator[Path]:
             of the body pass unchanged.
     """
     if isinstance(path, StorePath):
-        with tempfile.TemporaryDirectory(prefix=STAGING) as folder:
+        with contextlib.ExitStack() as stack:
+            with writing(path):
+                folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=STAGING))
             yield Path(folder)
             with writing(path):
                 path.remove_all(MANIFEST)

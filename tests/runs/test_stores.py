@@ -273,6 +273,15 @@ def test_the_record_is_written_anew_with_each_row(stored, object_store):
     ]
     (size,) = (stored / "tensorboard").files().values()  # one start, one file
     assert size > 100
+    with (
+        files.exclusive_lock(stored),
+        metrics.Metrics(stored, tensorboard=True, resume_after=1) as opened,
+    ):
+        opened.log(2, {"reward": 0.7})
+    # TensorBoard hides what is repeated only if all files are in one directory.
+    names = list((stored / "tensorboard").files())
+    assert [name[-5:] for name in names] == [".0000", ".0001"]
+    assert not any("/" in name for name in names)
     (stored / "metrics.jsonl").write_bytes(b'bad\n{"iteration": 1}\n')
     with metrics.Metrics(stored, resume_after=1) as opened:
         assert opened.set_aside is not None

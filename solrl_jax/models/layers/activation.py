@@ -44,13 +44,13 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
     Args:
         first: An activation [b, s, d], an array or a lazy activation.
         *others: The activations [b, s, d_i] that follow it.
-        dtype: The dtype to which those activations that are arrays are cast when they are read.
-            E4M3 results of FP8 attention, for example, are read as BF16. Lazy activations are read
-            in their own dtype.
+        dtype: The dtype of the result if `first` is an array: E4M3 results of FP8 attention, for
+            example, become BF16. Not read if `first` is lazy.
 
     Returns:
-        The lazy activation [b, s, d + sum of d_i]. Its dtype is that of `first` if this is lazy,
-        otherwise `dtype`.
+        The lazy activation [b, s, d + sum of d_i], in the dtype of `first` if this is lazy,
+        otherwise in `dtype`. Its `value` casts all features to that dtype; kernels compute them in
+        float32.
     """
     result = as_lazy(first, dtype)
     for other in others:

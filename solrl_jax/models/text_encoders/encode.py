@@ -65,8 +65,8 @@ class TextEncoders:
     def params(self) -> dict[str, Params]:
         """Returns the parameters of the text encoders, and loads them if they are not in memory.
 
-        They stay in memory until `release`. Before loading, the cache, if there is one, is checked
-        to be writable.
+        They stay in memory until `release`. Every process of a run must call it. Before loading,
+        the cache, if there is one, is checked to be writable.
 
         Returns:
             From the name of a text encoder's folder, such as "text_encoder_2", to its parameters:

@@ -88,20 +88,21 @@ def _check_base_url(url: str) -> str:
             must have no white space, query, fragment, credentials or port 0.
 
     Raises:
-        ConfigError: If it holds a user name, password or token. The message does not repeat the
-            address.
+        ConfigError: If it holds an "@", as before a user name or password, or a parameter whose
+            name looks like a secret (`contains_secret`). The message does not repeat the address.
         ValueError: If it is no such address for another reason.
     """
     expected = "expected http://HOST:PORT/v1"
     address = urllib.parse.urlsplit(url)
-    if contains_secret(url):
+    # The scheme may have been forgotten.
+    if "@" in url or contains_secret(url if "://" in url else f"http://{url}"):
         # A ConfigError is not followed by the value.
         raise ConfigError(
             f"base_url: {expected} without user name, password or token; see api_key_env"
         )
     if address.scheme not in ("http", "https") or not address.hostname or url.split() != [url]:
         raise ValueError(expected)
-    if address.port == 0 or address.query or address.fragment:
+    if address.port == 0 or "?" in url or "#" in url:
         raise ValueError(expected)
     return url.rstrip("/")
 
