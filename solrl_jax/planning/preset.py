@@ -50,14 +50,11 @@ def plan(
 
     Returns:
         A dict of JSON values, as `solrl plan` prints it. All bytes are those of one device, and all
-        seconds roofline bounds:
-
-        * "seconds" and "rollout": the seconds of an iteration, and of its generation of samples.
-        * "peak", "usable" and "fits": the bytes that are needed and those that arrays may take, and
-          whether the former fit.
-        * "phases": a list with a dict per phase of the iteration: "name", "seconds", "peak" and
-          "programs" (their memory, kernels and collectives).
-        * Others, such as settings that take less memory or time; `planning.plan.plan` lists them.
+        seconds roofline bounds. "seconds" and "rollout" are the seconds of an iteration, and of its
+        generation of samples. "peak", "usable" and "fits" are the bytes that are needed, those that
+        arrays may take, and whether the former fit. "phases" is a list with a dict per phase of the
+        iteration: "name", "seconds", "peak" and "programs" (their memory, kernels and collectives).
+        Others are settings that take less memory or time; `planning.plan.plan` lists them.
 
     Raises:
         ConfigError: If the preset or an override is invalid, or the objective does not allow other
