@@ -386,10 +386,16 @@ class Phases:
         reward = self.experiment.reward
         mesh = self.rows_mesh
         latents = self._rows(mesh, self._sampler.shape, jnp.float32)
-        images = self._rows(mesh, pixel_shape(experiment.size), jnp.float32)
-        decode = [
-            Program(mesh, decode_chunk, (experiment.backbone.decoder, latents), calls)
-        ] * reward.needs_images
+        shape = pixel_shape(experiment.size)
+        if reward.reads_first_frame_alone:
+            shape = (1, *shape[-3:]) if len(shape) == 4 else shape
+        images = self._rows(mesh, shape, jnp.float32)
+        arguments: tuple[Any, ...] = (
+            experiment.backbone.decoder,
+            latents,
+            reward.reads_first_frame_alone,
+        )
+        decode = [Program(mesh, decode_chunk, arguments, calls)] * reward.needs_images
         if reward.score is None:
             return decode
         inputs = reward.select_inputs(images, latents)

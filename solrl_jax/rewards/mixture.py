@@ -110,6 +110,7 @@ def mixture(
         inputs=inputs,
         group=group,
         frames=frames,
+        clips=any(part.clips for part in parts.values()),
         is_sum=True,
     )
 

@@ -195,8 +195,9 @@ class Reward:
             configuration), 1 by default. `score`, or each part of a weighted sum that scores
             images, gets each as an image, and the score of the clip is the mean over them. No
             effect if `clips`.
-        is_sum: Whether the reward is a weighted sum (`mixture`). Its `score` then gets images or
-            clips as they were decoded, and gives each part what that part reads. False by default.
+        is_sum: Whether the reward is a weighted sum (`mixture`), whose `clips` says whether any
+            part gets whole clips. Its `score` gets images or clips as they were decoded, and gives
+            each part what that part reads. False by default.
 
     Raises:
         ValueError: If a field is not as described: another value of `inputs`, `others` no tuple of
@@ -258,6 +259,19 @@ class Reward:
         if self.host is not None or (self.score is not None and self.inputs != "latents"):
             return True
         return self.group is not None and self.group.needs_images
+
+    @property
+    def reads_first_frame_alone(self) -> bool:
+        """Whether of the images of a clip only the first frame is scored, so that no other has to
+        be decoded.
+
+        True if `frames` is 1 and no reward gets whole clips, here, in `host` or in `group`.
+        """
+        if self.frames != 1 or self.clips:
+            return False
+        if self.host is not None and any(reward.clips for reward in self.host.rewards):
+            return False
+        return self.group is None or self.group.reads_first_frame_alone
 
     def select_inputs(self, images: Any, latents: Any) -> Any:
         """Returns the input of `score` that the field `inputs` asks for, without a copy.

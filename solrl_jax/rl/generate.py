@@ -481,7 +481,8 @@ def _score_chunk(
         prepared: The result of `reward.prepare`, on every device.
         index: The row of `prepared` of each sample.
         scoring: Selects the inputs of rewards outside JAX. None: there are none.
-        keep_images: Whether images are decoded even if the reward does not need them.
+        keep_images: Whether images are decoded even if the reward does not need them. If not, and
+            the reward reads the first frames of clips alone, no others are decoded.
 
     Returns:
         The arrays of the chunk on the devices. It has its images only if they are kept, or may be
@@ -489,8 +490,10 @@ def _score_chunk(
     """
     latents, states, intermediate = sampled
     images = None
-    if keep_images or (reward is not None and reward.needs_images):
+    if keep_images:
         images = decode_chunk(decoder, latents)
+    elif reward is not None and reward.needs_images:
+        images = decode_chunk(decoder, latents, reward.reads_first_frame_alone)
     host_inputs = None
     if scoring is not None:
         assert images is not None  # rewards outside JAX need images
@@ -636,8 +639,10 @@ def sample_chunk(
     return latents, states, intermediate if keep_intermediate else None
 
 
-@sharding.jit
-def decode_chunk(decoder: Decoder, latents: Float[Array, "b ... c"]) -> Float[Array, "b ... 3"]:
+@partial(sharding.jit, static_argnums=2)
+def decode_chunk(
+    decoder: Decoder, latents: Float[Array, "b ... c"], first_frame: bool = False
+) -> Float[Array, "b ... 3"]:
     """Decodes one chunk of latents to images or clips in [0, 1].
 
     One non-finite number in a latent makes all of its image NaN. The decoder alone would not ensure
@@ -647,9 +652,14 @@ def decode_chunk(decoder: Decoder, latents: Float[Array, "b ... c"]) -> Float[Ar
         decoder: The decoder of the pipeline with its parameters.
         latents: Clean latents. Their number is a multiple of the number of devices of the ambient
             mesh.
+        first_frame: Whether clips are decoded up to their first frame alone. It depends on no later
+            latent frame, since the convolutions of video autoencoders are causal. No effect on
+            images. Static.
 
     Returns:
-        The images [b, H, W, 3] or clips [b, T, H, W, 3], float32.
+        The images [b, H, W, 3] or clips [b, T, H, W, 3] (T is 1 with `first_frame`), float32.
     """
     finite = jnp.isfinite(latents).all(tuple(range(1, latents.ndim)), keepdims=True)
+    if first_frame and latents.ndim == 5:
+        latents = latents[:, :1]
     return jnp.where(finite, decoder(latents), jnp.nan)

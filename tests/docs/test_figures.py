@@ -294,6 +294,11 @@ def test_what_the_compilers_say():
         "Z-Image": "zimage",
         "FLUX.2-klein 4B": "flux2-klein-4b",
         "FLUX.2-klein 9B": "flux2-klein-9b",
+        "SANA 0.6B at 512 px": "sana-600m",
+        "SANA-1.5 4.8B": "sana-1.5-4.8b",
+        "SD3.5 Medium at 512 px": "sd3-medium",
+        "Qwen-Image at 512 px on 8 devices": "qwen-image",
+        "Wan 2.1 1.3B at 480 x 832 x 17": "wan-2.1",
     }
     for first, *cells in rows(DOCS / "compiled.md", "model and device"):
         model, device, *rule = first.split(", ")

@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 
 from solrl_jax.errors import InputError
+from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards import registry as rewards
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rl import experiment as experiments
-from solrl_jax.rl.generate import SeedBatch, generate
+from solrl_jax.rl.generate import SeedBatch, decode_chunk, generate
 from solrl_jax.rl.reward_gradient import gradient_decoder, reward_gradient
 from solrl_jax.runs import evaluate, image_files
 from tests.pipelines import save_wan_pipeline
@@ -107,6 +108,66 @@ def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, p
     with Image.open(tmp_path / "grid.webp") as moving:
         assert moving.n_frames == FRAMES
     assert "x 2 clips of 9 frames of 8 x 16; dpm2" in evaluate.describe_evaluation(experiment)
+
+
+@pytest.mark.slow
+def test_of_clips_of_which_the_first_frame_is_scored_no_other_is_decoded(folder):
+    """In float32, scores and images equal those of whole clips to 1e-6."""
+    experiment = build(folder, "reward.frames=1", f"reward.weights={{redness: 2, '{HOST}': 1}}")
+    reward = experiment.reward
+    assert reward.reads_first_frame_alone
+    prompts = experiment.test_prompts[:2]
+    backbone = experiment.backbone
+    exact = dataclasses.replace(
+        backbone.decoder,
+        params=hosts.put(
+            backbone.pipeline.vae.load(np.float32), sharding.replicated(backbone.mesh)
+        ),
+        dtype=np.dtype("float32"),
+    )
+    arguments = (
+        dataclasses.replace(backbone, decoder=exact),
+        dataclasses.replace(experiment.sampler("evaluate", {}, 2, noise_start=None), decoder=exact),
+        experiment.encode_prompts(prompts, reward),
+        SeedBatch.from_seeds(experiment.seeds("evaluation", prompts, 2)),
+        reward,
+    )
+    whole = generate(*arguments, keep_images=True)
+    first = generate(*arguments)
+    assert (whole.images.shape[1], first.images) == (FRAMES, None)
+    np.testing.assert_array_equal(first.latents, whole.latents)
+    for name, scores in whole.scores.items():
+        np.testing.assert_allclose(first.scores[name], scores, atol=1e-6)
+
+    latents = np.array(whole.latents)
+    latents[0, -1, 0, 0, 0] = np.nan  # in no frame that is decoded
+    images = np.asarray(decode_chunk(exact, latents, True))
+    assert images.shape == (4, 1, 16, 8, 3)
+    assert np.isnan(images[0]).all()
+    np.testing.assert_allclose(images[1:], whole.images[1:, :1], atol=1e-6)
+
+    alone = build(folder, "reward.frames=1", "reward.weights={redness: 2}").reward
+    decoder = gradient_decoder(exact)
+    with jax.set_mesh(experiment.backbone.mesh):
+        _, ours = reward_gradient(
+            alone, decoder, alone.params, whole.latents[:2], alone.prepare(prompts), np.arange(2)
+        )
+        theirs = jax.grad(lambda x: 2 * redness(decoder(x)[:, 0]).sum())(whole.latents[:2])
+    assert (np.asarray(ours)[:, 1:] == 0).all()
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [
+        (("reward.frames=1", "reward.weights={redness: 1}"), True),
+        (("reward.frames=2", "reward.weights={redness: 1}"), False),
+        (("reward.frames=1", "reward.weights={redness: 1, spread: 0}"), False),
+        (("reward.frames=1", f"reward.weights={{redness: 1, '{MOTION}': 1}}"), False),
+    ],
+)
+def test_a_reward_says_whether_the_first_frame_is_all_that_it_reads(folder, settings, first):
+    assert build(folder, *settings).reward.reads_first_frame_alone == first
 
 
 @pytest.mark.slow
