@@ -471,9 +471,10 @@ class Reward(Section):
         group_size: For rewards that compare images with each other: how many candidates of a prompt
             they compare at once at most, 2 to 4096. More candidates are divided into groups.
         frames: The number of frames of a clip that rewards score as images, at least 1. 1: the
-            first frame. More are equally spaced from the first to the last, and the score of the
-            clip is the mean over them. No effect on rewards of whole clips; must be 1 if there are
-            no others, and for rewards that compare images with each other.
+            first frame, and no other is decoded in rollouts. More are equally spaced from the first
+            to the last, and the score of the clip is the mean over them. No effect on rewards of
+            whole clips; must be 1 if there are no others, and for rewards that compare images with
+            each other.
         combine: How several scores make one ranking and one advantage. "sum": by their weighted
             sum. "advantages": each score is first normalized over the candidates of its prompt, so
             that its scale does not matter (MixGRPO, GDPO); this needs at least two scores.
