@@ -320,6 +320,14 @@ def test_what_the_compilers_say():
         phases = [seconds[phase] for phase in ("explore", "regenerate", "score", "update")]
         memory = [plan["peak"] / 1e9, plan["usable"] / 1e9]
         check(printed[1:], [*phases, rollout, naive["seconds"] / plan["seconds"], *memory], first)
+    (score,) = (
+        phase for phase in found["plans"]["wan-2.1-h200"]["phases"] if phase["name"] == "score"
+    )
+    (decode,) = (call for call in score["programs"] if call["name"] == "decode_chunk")
+    first_frame = decode["calls"] * decode["roofline"]["seconds"]
+    every_frame = found["wan-2.1-h200, all frames"]["decode, seconds"]
+    said = f"takes {first_frame:.0f} s per iteration, where decoding all 17 frames took {every_frame:.0f} s"
+    assert said in " ".join((DOCS / "compiled.md").read_text().split())
 
 
 def test_int8_on_tpus():
