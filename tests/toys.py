@@ -123,7 +123,7 @@ class ToyBackbone(Backbone):
 class ToyDecoder(Decoder):
     """Images of two pixels per latent each way."""
 
-    def __call__(self, latents):
+    def __call__(self, latents, first_frame=False):
         return jax.nn.sigmoid(self.params * latents[..., :3]).repeat(2, 1).repeat(2, 2)
 
 

@@ -52,7 +52,9 @@ class Decoder:
     tile: int | None = None
     max_pixels: int = MAX_PIXELS
 
-    def __call__(self, latents: Float[Array, "b ... c"]) -> Float[Array, "b ... 3"]:
+    def __call__(
+        self, latents: Float[Array, "b ... c"], first_frame: bool = False
+    ) -> Float[Array, "b ... 3"]:
         """Decodes latents to images or clips in [0, 1], float32. For use under jit.
 
         Each device decodes a few images at a time: up to four, or fewer if together they
@@ -66,12 +68,17 @@ class Decoder:
             latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any
                 dtype. If a mesh is set (`jax.set_mesh`), it must have no sequence or tensor
                 parallelism, and the number of latents must be a multiple of its number of devices.
+            first_frame: whether of clips only the first frame is decoded. It depends on the first
+                latent frame alone, since the convolutions of video autoencoders are causal. No
+                effect on images.
 
         Returns:
-            The images [b, H, W, 3] or clips [b, T, H, W, 3] in the order of the latents,
-            `pipeline.compression` times as high and wide as the latents. Values beyond [0, 1] are
-            clipped; NaN stays NaN.
+            The images [b, H, W, 3] or clips [b, T, H, W, 3], with T = 1 for `first_frame`, in the
+            order of the latents, `pipeline.compression` times as high and wide as the latents.
+            Values beyond [0, 1] are clipped; NaN stays NaN.
         """
+        if first_frame and latents.ndim == 5:
+            latents = latents[:, :1]
         decode = partial(self.pipeline.decode, gather(self.params))
         compression = self.pipeline.compression
         height, width = latents.shape[-3:-1]

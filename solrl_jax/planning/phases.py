@@ -387,15 +387,12 @@ class Phases:
         mesh = self.rows_mesh
         latents = self._rows(mesh, self._sampler.shape, jnp.float32)
         shape = pixel_shape(experiment.size)
-        if reward.reads_first_frame_alone:
-            shape = (1, *shape[-3:]) if len(shape) == 4 else shape
+        first_frame = reward.reads_first_frame_alone and len(shape) == 4
+        if first_frame:
+            shape = (1, *shape[1:])
         images = self._rows(mesh, shape, jnp.float32)
-        arguments: tuple[Any, ...] = (
-            experiment.backbone.decoder,
-            latents,
-            reward.reads_first_frame_alone,
-        )
-        decode = [Program(mesh, decode_chunk, arguments, calls)] * reward.needs_images
+        decoded = (experiment.backbone.decoder, latents, first_frame)
+        decode = [Program(mesh, decode_chunk, decoded, calls)] * reward.needs_images
         if reward.score is None:
             return decode
         inputs = reward.select_inputs(images, latents)

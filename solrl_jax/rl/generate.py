@@ -490,10 +490,10 @@ def _score_chunk(
     """
     latents, states, intermediate = sampled
     images = None
-    if keep_images:
-        images = decode_chunk(decoder, latents)
-    elif reward is not None and reward.needs_images:
-        images = decode_chunk(decoder, latents, reward.reads_first_frame_alone)
+    if keep_images or (reward is not None and reward.needs_images):
+        first_frame = not keep_images and reward is not None and reward.reads_first_frame_alone
+        # One program decodes images, whether they are kept or not.
+        images = decode_chunk(decoder, latents, first_frame and latents.ndim == 5)
     host_inputs = None
     if scoring is not None:
         assert images is not None  # rewards outside JAX need images
@@ -652,14 +652,10 @@ def decode_chunk(
         decoder: The decoder of the pipeline with its parameters.
         latents: Clean latents. Their number is a multiple of the number of devices of the ambient
             mesh.
-        first_frame: Whether clips are decoded up to their first frame alone. It depends on no later
-            latent frame, since the convolutions of video autoencoders are causal. No effect on
-            images. Static.
+        first_frame: Whether of clips only the first frame is decoded; static.
 
     Returns:
         The images [b, H, W, 3] or clips [b, T, H, W, 3] (T is 1 with `first_frame`), float32.
     """
     finite = jnp.isfinite(latents).all(tuple(range(1, latents.ndim)), keepdims=True)
-    if first_frame and latents.ndim == 5:
-        latents = latents[:, :1]
-    return jnp.where(finite, decoder(latents), jnp.nan)
+    return jnp.where(finite, decoder(latents, first_frame), jnp.nan)

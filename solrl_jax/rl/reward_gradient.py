@@ -143,8 +143,7 @@ def reward_gradient(
     def total(latents: Array) -> tuple[Array, Array]:
         images = None
         if reward.needs_images:
-            one_frame = latents.ndim == 5 and reward.reads_first_frame_alone
-            images = decoder(latents[:, :1] if one_frame else latents)
+            images = decoder(latents, reward.reads_first_frame_alone)
         inputs = reward.select_inputs(images, latents)
         rewards = score_samples(reward, params, inputs, prepared, index)["reward"]
         return SCALE * rewards.sum(), rewards

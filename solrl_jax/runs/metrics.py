@@ -200,7 +200,7 @@ class Metrics:
                 outputs.append(
                     _stored_tensorboard(folder, purge_step)
                     if isinstance(folder, StorePath)
-                    else _tensorboard(folder, purge_step, _count_files(folder))
+                    else _tensorboard(folder, purge_step)
                 )
             if self._wandb:
                 outputs.append(_weights_and_biases(self._run_dir))
@@ -279,7 +279,7 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
 
 
 @contextlib.contextmanager
-def _tensorboard(folder: Path, purge_step: int, older: int) -> Iterator[Log]:
+def _tensorboard(folder: Path, purge_step: int, older: int | None = None) -> Iterator[Log]:
     """Opens a new event file of TensorBoard, as a context manager.
 
     Args:
@@ -287,6 +287,7 @@ def _tensorboard(folder: Path, purge_step: int, older: int) -> Iterator[Log]:
         purge_step: The first iteration that this start of the run writes. TensorBoard hides events
             of older files in the same directory from it on.
         older: The number of event files of earlier starts, in which the name of the new one ends.
+            None: as many as `folder` has.
 
     Yields:
         A function (iteration, values by name) that writes a row and flushes it. It raises RunError
@@ -315,7 +316,8 @@ def _tensorboard(folder: Path, purge_step: int, older: int) -> Iterator[Log]:
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # The writer names a file by the second, so two starts within one second would share it.
-        writer = EventsWriter(str(folder / "events"), f".{older:04d}")
+        number = len(list(folder.iterdir())) if older is None else older
+        writer = EventsWriter(str(folder / "events"), f".{number:04d}")
         writer.flush()
         write(purge_step, session_log=SessionLog(status=SessionLog.START))
     try:
@@ -386,15 +388,6 @@ def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
                 upload_directory(events, folder)
 
         yield log
-
-
-def _count_files(folder: Path) -> int:
-    """Returns the number of entries of a directory, 0 if it does not exist.
-
-    Args:
-        folder: The directory.
-    """
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
 
 
 @contextlib.contextmanager

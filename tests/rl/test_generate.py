@@ -109,7 +109,9 @@ def test_a_chunk_is_an_upper_limit_that_need_not_divide_the_rows(backbones, mesh
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", first_is_quick(MESHES))
 def test_every_chunk_runs_the_same_program(backbones, mesh):
-    """However many rows there are: one, some that a chunk takes, or more."""
+    """However many rows there are (one, some that a chunk takes, or more), and whether images are
+    kept.
+    """
     backbone = backbones[mesh]
     seeds = toy_seeds(PROMPTS, 40).reshape(-1, 2)
     programs = (sample_chunk, decode_chunk, draw_noise, rollouts.score_images)
@@ -118,10 +120,9 @@ def test_every_chunk_runs_the_same_program(backbones, mesh):
     prompted = prepare(backbone, None, PROMPTS, 8)
     prompted = dataclasses.replace(prompted, prepared=reward.prepare(PROMPTS))
     sampler = toy_sampler(backbone, 3)
-    for count in (12, 1, 5, 40):
-        generate(
-            backbone, sampler, prompted, SeedBatch(np.arange(count) % 3, seeds[:count]), reward
-        )
+    for count, keep_images in ((12, False), (1, True), (5, False), (40, False)):
+        rows = SeedBatch(np.arange(count) % 3, seeds[:count])
+        generate(backbone, sampler, prompted, rows, reward, keep_images=keep_images)
         counts.append([program._cache_size() for program in programs])
     assert counts == counts[:1] * 4
 
@@ -186,7 +187,7 @@ def test_nothing_is_decoded_or_scored_that_nobody_asks_for(backbone, monkeypatch
     monkeypatch.setattr(
         ToyDecoder,
         "__call__",
-        lambda self, latents: shown.append(1) or jnp.zeros((len(latents), 8, 8, 3)),
+        lambda self, latents, first_frame: shown.append(1) or jnp.zeros((len(latents), 8, 8, 3)),
     )
     jax.clear_caches()
     got = run(backbone)

@@ -278,7 +278,7 @@ def test_the_record_is_written_anew_with_each_row(stored, object_store):
         metrics.Metrics(stored, tensorboard=True, resume_after=1) as opened,
     ):
         opened.log(2, {"reward": 0.7})
-    # TensorBoard hides what is repeated only if all files are in one directory.
+    # TensorBoard hides repeated iterations only within one directory.
     names = list((stored / "tensorboard").files())
     assert [name[-5:] for name in names] == [".0000", ".0001"]
     assert not any("/" in name for name in names)
