@@ -49,11 +49,14 @@ from solrl_jax.storage.stores import RunPath, run_path
 def load(preset: str, *overrides: str) -> Experiment:
     """Builds the experiment of a preset: models, prompts and rewards of a run, ready to use.
 
-    Loads the weights onto the devices, after downloading models, rewards and prompt sets that the
-    hub's cache lacks, imports the rewards and objectives `module:function` that the configuration
-    names, and starts the worker processes of rewards outside of JAX. Writes no run directory. Warns
-    (UserWarning) about settings that were chosen or reduced automatically. With several processes,
-    all must call it with the same arguments.
+    Loads the weights onto the devices, after downloading models, rewards and prompt sets whose
+    newest revision the hub's cache lacks (without a network, the cache must have one). Imports the
+    rewards and objectives `module:function` that the configuration names, with the working
+    directory appended to `sys.path`. Starts the worker processes of rewards outside of JAX, which
+    score a gray image. Writes no run directory. Warns (UserWarning) about settings that were chosen
+    or reduced automatically, and if the objective trains on reward gradients while
+    `reward.eval_only` is empty. With several processes (`parallel.hosts.initialize`), all must call
+    it with the same arguments.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
@@ -88,6 +91,9 @@ def this_machine() -> proposals.Machine:
         The platform ("gpu", "tpu" or "cpu"), the name of the kind of device (JAX's `device_kind`),
         the number of this process's devices, and the bytes of memory of one device that JAX may use
         (on a CPU, the memory of the machine; with several processes, the smallest of all).
+
+    Raises:
+        RunError: If another process gives no answer.
     """
     device = first_device_info()
     return proposals.Machine(
@@ -112,8 +118,8 @@ def open_policy(
         target: A run directory, which may be in an object store (gs:// or s3://); the name of a
             preset; or a model, that is a directory in the layout of diffusers or "embedded:NAME".
             The first of these that applies counts. `~` is expanded.
-        *overrides: Settings that differ, as `key=value`. Those of a run may not change which
-            parameters are trained.
+        *overrides: Settings that differ, as `key=value`, but not "mesh=auto". Those of a run may
+            not change which parameters are trained.
         preset: If `target` is a model: the preset that gives prompts, reward and sampler. None:
             `target` must not be a model. No effect for a run or a preset.
         checkpoint: The checkpoint of a run: "latest" (the newest that is not damaged), "best"
@@ -190,8 +196,8 @@ def train(
     Progress is printed on standard error. Models and rewards are loaded as by `load`. With several
     processes, all must call it with the same arguments.
 
-    In the main thread, the first Ctrl-C or SIGTERM stops training after the current batch; a second
-    one ends the process with exit code 130.
+    In the main thread, the first Ctrl-C or SIGTERM stops training after the current batch (with
+    several processes, after the current phase); a second one ends the process with exit code 130.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
@@ -222,7 +228,8 @@ def train(
         RunError: If the run fails, for example because the disk is full, a reward fails, or
             training diverges (`Diverged`). The last complete iteration is then saved, except after
             `Diverged`.
-        OSError: If the file system does not support locks.
+        OSError: If the file system does not support locks, or a folder of the cache of prompts may
+            not be searched.
     """
     settings, note = proposals.expand_mesh_auto(preset, overrides, this_machine)
     config = resolve(preset, settings)
@@ -247,12 +254,13 @@ def rank(
     """Measures how well cheap exploration ranks candidate images, compared with full generation
     (docs/method.md, section 2).
 
-    The candidates of some test prompts are generated once with all steps in the training precision,
-    which gives their true rewards, and once for every combination of exploration options, formats
-    and numbers of steps, which gives proxy rewards (those of `rollout.explore.reward` if it is
-    set). With `reward.combine=advantages`, the weighted sums of normalized scores take the place of
-    rewards. Prompts that the prompt cache lacks are encoded and added to it, for which the text
-    encoders are loaded. With several processes, all must call it with the same arguments.
+    The candidates of some test prompts, whose seeds depend on `eval.seed` and not on the run's
+    seed, are generated once with all steps in the training precision, which gives their true
+    rewards, and once for every combination of exploration options, formats and numbers of steps,
+    which gives proxy rewards (those of `rollout.explore.reward` if it is set). With
+    `reward.combine=advantages`, the weighted sums of normalized scores take the place of rewards.
+    Prompts that the prompt cache lacks are encoded and added to it, for which the text encoders are
+    loaded. With several processes, all must call it with the same arguments.
 
     Args:
         experiment: The experiment, with its test prompts, rewards and exploration. In its
@@ -345,16 +353,18 @@ def generate(
     """Generates one image or clip per prompt, with a diffusers model or with the policy of a run.
 
     A model samples as its diffusers pipeline does. A run samples as its evaluation does, with its
-    EMA policy. The model is loaded onto all devices in every call, so pass all prompts at once.
-    With several processes, all must call it with the same arguments.
+    EMA policy, and reads and extends the run's prompt cache. The model is loaded onto all devices
+    in every call, so pass all prompts at once. With several processes, all must call it with the
+    same arguments.
 
     An image depends on its prompt and the seed, not on the other prompts. Repetitions of a prompt
     get different noise.
 
     Args:
         model: A run directory, which may be in an object store (gs:// or s3://), a directory in the
-            layout of diffusers, "embedded:NAME", or OWNER/NAME of a repository on the hub, which is
-            downloaded if the cache lacks it. `~` is expanded.
+            layout of diffusers, "embedded:NAME", or OWNER/NAME of a repository on the hub, whose
+            newest revision is downloaded if the cache lacks it (without a network, the newest one
+            in the cache is used). `~` is expanded.
         prompts: The prompts, at least one, or a single one as text. A prompt may be empty; it has
             at most 20,000 characters and no control characters.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation; 10 for
@@ -379,7 +389,8 @@ def generate(
             ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.
         precision: The number format in which linear layers compute in all steps: "bf16", "fp32",
             "int8", "fp8", "nvfp4", or "auto" for the fastest one that the device supports. A format
-            that it does not support is emulated, which is slower.
+            that it does not support is emulated, which is slower. The rest of the transformer
+            computes in BF16 (in float32 for "fp32").
         max_sequence_length: The number of tokens to which prompts are padded or cut, 1 to 2048.
             None: that of the run, or the model's default.
         instruction: Text before every prompt, for SANA only. None: that of the run; none for a
@@ -513,8 +524,8 @@ def export(
     `from_pretrained` of the transformer's class (with a LoRA in it if there are adapters too). The
     weights of the base model are loaded, and downloaded if the hub's cache lacks them.
 
-    With `hub`, a folder with the weights, a model card and sample images is written and uploaded to
-    the Hugging Face hub.
+    With `hub`, a folder is written and uploaded to the Hugging Face hub. It has the weights, a
+    model card and, for the end of a finished run, its image of samples before and after training.
 
     Args:
         run: The run directory, which without `hub` may be in an object store (gs:// or s3://). `~`
@@ -547,8 +558,8 @@ def export(
     Raises:
         InputError: If `run` has no such checkpoint, `out` cannot be written or exists without
             `force`, an option does not suit the run or the other options, the parameters are not
-            finite in `dtype` or change nothing, the user is not logged in to the hub, or a run in
-            an object store is to be uploaded.
+            finite in `dtype` or change nothing, the user is not logged in to the hub or it cannot
+            be reached, or a run in an object store is to be uploaded.
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, the disk refuses, or the upload fails (the folder is
             then complete).

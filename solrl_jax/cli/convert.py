@@ -63,15 +63,15 @@ def convert(
             encoder, autoencoder and scheduler are copied to `out`, and its configuration completes
             that of the transformer. Required for a native SANA checkpoint, and None for all other
             files.
-        force: Whether `out` is replaced if it exists. If not, it is an InputError, and so is in any
-            case a directory with files that the new one will not have.
+        force: Whether `out` is replaced if it exists. A directory is replaced as a whole, but only
+            if the files and folders directly in it are among those that the new one will have.
 
     Returns:
         A dict with these keys:
 
         * "out": the path that was written, as text.
         * "took": the key that the tensors were under, e.g. "state_dict"; None if there was none.
-        * "left_out": other entries of the pickle, each described as text.
+        * "left_out": a text "KEY (TYPE)" for each other entry of the pickle.
         * "kind": "sana" for a native SANA checkpoint, else "tensors".
         * "tensors" and "bytes": the number of tensors, and the size of the file with them.
         * Only for SANA: "parameters" (their number), "ffn" (the kind of MLP), "ignored" (names of
@@ -79,8 +79,9 @@ def convert(
           config.json).
 
     Raises:
-        InputError: If a path cannot be used, PyTorch is missing or too old, the pickle may run
-            code, or it does not hold the expected tensors. Then `out` is as it was.
+        InputError: If a path cannot be used, `out` exists and may not be replaced, PyTorch is
+            missing or too old, the pickle may run code, or it does not hold the expected tensors.
+            Then `out` is as it was.
         RunError: If the result cannot be written to the disk.
     """
     _check_paths(file, out, base, force)
@@ -166,8 +167,8 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
 
     Raises:
         InputError: If `file` is missing or already safetensors, `base` is not a SANA pipeline, or
-            `out` cannot be written: it exists without `force`, it is a link, or writing it would
-            replace `file` or `base`.
+            `out` cannot be written: it exists without `force`, it is a link, it is or contains
+            `file` or `base`, or its parent cannot be created or written to.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
@@ -202,7 +203,8 @@ def _load(torch: Any, file: Path) -> Any:
         The unpickled value, usually a dictionary. Its tensors are on the CPU.
 
     Raises:
-        InputError: If the file is damaged, or cannot be read without running code.
+        InputError: If the file is damaged, is a compressed archive, or cannot be read without
+            running code.
     """
     try:
         if zipfile.is_zipfile(file):
@@ -302,8 +304,9 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
 
     Returns:
         The first usual key, such as "state_dict" or "model" (`CONTAINERS`), under which there is a
-        dictionary, whatever that holds. Otherwise the only key under which there is a dictionary
-        with tensors. None if `value` holds tensors itself, or if no key or several ones do.
+        dictionary, whatever that or `value` itself holds. Without such a key, the only one under
+        which there is a dictionary with tensors; None if `value` holds tensors itself, or if there
+        is no such key or several ones.
     """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]
@@ -362,7 +365,7 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
 
     Args:
         file: The pickle, which error messages name.
-        out: The directory to write. An existing one is replaced.
+        out: The directory to write. An existing one is replaced (`_check_directory`).
         base: The directory of a SANA pipeline, from which everything but the transformer is copied.
         tensors: The tensors of the checkpoint by name.
 
@@ -411,7 +414,8 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
 
 
 def _component_files(base: Path) -> dict[str, Path]:
-    """Returns the files of a pipeline that loading it needs, without those of its transformer.
+    """Returns the files of a pipeline that loading it needs (`pipeline_files`: configurations,
+    tokenizers and safetensors weights), without those of its transformer.
 
     Args:
         base: The directory of the pipeline.
@@ -429,7 +433,9 @@ def _component_files(base: Path) -> dict[str, Path]:
 
 
 def _check_directory(out: Path, names: set[str]) -> None:
-    """Checks that replacing a directory would lose no other files.
+    """Checks that a directory contains nothing but what will be written there.
+
+    Only the names directly in it are compared. Further files in its folders are not found.
 
     Args:
         out: The directory to replace. It need not exist.

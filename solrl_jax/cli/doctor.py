@@ -72,7 +72,7 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     On a GPU, also run the kernels of the low-precision formats and of attention for a moment, and
     compare them with plain JAX. For a PRESET, also propose settings for this machine, which
     `solrl train PRESET mesh=auto` takes. Loads no weights and downloads nothing but prompt sets of
-    the Hub. Sends a request to the endpoint of each judge that PRESET uses as a reward, and reduced
+    the Hub. Sends a request to the endpoint of each judge that PRESET uses as a reward, and simpler
     ones while it refuses. The exit code is 1 if something is missing or a kernel is wrong.
 
     \b
@@ -109,14 +109,15 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
 
 def machine() -> dict[str, Any]:
-    """Describes this machine. On a GPU, also tests its low-precision kernels, which takes a moment.
+    """Describes this machine. On a GPU, also tests its kernels (`device_checks`), which takes a
+    moment.
 
     It starts JAX's backend, and on a GPU loads cuDNN into the process.
 
     Returns:
         A dict of JSON values:
 
-        * "versions": versions of packages by name.
+        * "versions": the versions of this package, Python and the packages that it needs, by name.
         * "extras": by the name of each optional extra of this package, whether it is installed.
         * "devices": "count", "memory" (bytes of one; on a CPU, of the machine), "platform", "kind"
           and "capability" (of CUDA; (0, 0) for all others).
@@ -179,8 +180,8 @@ def find_missing(config: Config) -> dict[str, Any]:
     All parts are checked, so that the result names everything that is missing; but names, options
     and functions of rewards are checked (and functions imported) only if the prompts, the cache and
     the files of rewards can be used and nothing has to be downloaded. If the configuration uses
-    judges (vision-language models behind an HTTP endpoint), each gets a request, and reduced ones
-    while it refuses.
+    judges (vision-language models behind an HTTP endpoint), each gets requests (`_probe_judge`).
+    JAX's backend is started.
 
     Args:
         config: The configuration to check.
@@ -189,8 +190,10 @@ def find_missing(config: Config) -> dict[str, Any]:
         A dict of JSON values:
 
         * "preset": its name.
-        * "weights": bytes of "transformer", "text encoders" and "vae"; empty if they are unknown.
-        * "downloads": names of the hub repositories that the first start will download.
+        * "weights": bytes of "transformer", "text encoders" and "vae" (`sizes`); empty if the model
+          is unknown or cannot be trained on this machine.
+        * "downloads": names of the hub repositories that the first start will download. If
+          downloads are switched off, "missing" has them too.
         * "judges": for each judge that answers, by its name, a line with its address and what it
           supports.
         * "adapted": a line for each setting that is lowered because a prompt file has fewer
@@ -271,8 +274,10 @@ def _reward_names(config: Config) -> list[str]:
 
 
 def _probe_judge(name: str, config: Config) -> str:
-    """Tests a judge, a vision-language model behind an HTTP endpoint, with a request, and reduced
-    ones while it refuses.
+    """Tests a judge, a vision-language model behind an HTTP endpoint, with a request for an image.
+
+    While the endpoint refuses it, it is sent again without the seed, the log-probabilities, the
+    JSON schema or the images, one at a time, and at last without all of them.
 
     Args:
         name: The name of the judge as a reward: "judge" or "judge-NAME".
@@ -305,15 +310,17 @@ def _probe_judge(name: str, config: Config) -> str:
 def proposal(config: Config) -> dict[str, Any]:
     """Proposes settings for this machine, those that `solrl train PRESET mesh=auto` would take.
 
+    It starts JAX's backend.
+
     Args:
         config: The configuration: a preset with its overrides.
 
     Returns:
         A dict: "settings" (a list of `key=value` that differ from `config`), "planned" (the bytes
-        of one device that an earlier plan with these settings needs; None if they are a guess),
-        "seconds" (the lower bounds of that plan by the phase of an iteration; {} if they are a
-        guess or the plan is for another kind of device) and "reason" (a line on where the settings
-        come from).
+        of one device that an earlier plan with these settings needs; None if they are a guess or
+        nothing is proposed), "seconds" (the lower bounds of that plan by the phase of an iteration;
+        {} without a plan, or if it is for another kind of device) and "reason" (a line on where the
+        settings come from, or why there are none).
     """
     here = api.this_machine()
     chosen = proposals.propose(config, here, proposals.load_records())
@@ -328,10 +335,10 @@ def proposal(config: Config) -> dict[str, Any]:
 
 
 def sizes(config: Config) -> dict[str, int]:
-    """Computes the sizes of a model's parts, and checks that training fits into this machine's
-    memory.
+    """Computes the sizes of a model's parts, and checks that no single array of training is larger
+    than this machine's memory.
 
-    No weights are needed.
+    No weights are needed. JAX's backend is started.
 
     Args:
         config: The configuration.
@@ -340,8 +347,9 @@ def sizes(config: Config) -> dict[str, int]:
         The bytes of "transformer", "text encoders" (together) and "vae", as they are loaded.
 
     Raises:
-        InputError: If the model is unknown here, its settings or the mesh are not possible, or
-            training needs more memory than the devices have.
+        InputError: If the model is unknown here, its settings or the mesh are not possible, or a
+            device's share of the transformer, or one array of training, is larger than the memory
+            for it (`refuse_what_cannot_fit`).
     """
     pipeline = open_configurations(config.model.path, mhla=mhla_override(config.model))
     dtype = DTYPES[config.rollout.precision]
@@ -406,7 +414,7 @@ def _model_download(config: Config) -> list[str]:
 
     Returns:
         A list with the name of the repository. An empty list if the model is a directory, is part
-        of this package, or is in the local cache.
+        of this package, or has its `model_index.json` in the local cache.
     """
     path = config.model.path
     return (
@@ -421,7 +429,8 @@ def _reward_downloads(config: Config) -> list[str]:
         config: The configuration.
 
     Returns:
-        The names of the repositories that are not completely in the local cache.
+        The names of the repositories that are not completely in the local cache: those in
+        `reward.paths`, and the released ones of all other rewards.
     """
     used = _reward_sources(config)
     paths = config.reward.paths

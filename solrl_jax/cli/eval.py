@@ -93,8 +93,8 @@ def command(
             first one is not a setting, but the run, preset or model to compare with.
         paired: Whether a second policy is evaluated with the same settings and noise, and compared
             with the first image by image. For a run it is the EMA policy of the newest checkpoint;
-            for a preset or a model, the one that training with the settings of `target` starts
-            from.
+            for a preset or a model, the untrained base model with the settings of `target`, without
+            the LoRA that `lora.path` names.
         rewards: Names of rewards to compute beside the trained ones, separated by commas, with or
             without spaces around them. None: those of the field `reward.eval_only`.
         gallery: A PNG file to write, with the 8 prompts and 4 images each on which the rewards of
@@ -220,7 +220,7 @@ def _eval_only_override(config: Config, names: str | None) -> tuple[str, ...]:
 def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
     """Generates images of the held-out prompts with a policy, and scores them.
 
-    Also shows a progress bar.
+    Also shows a progress bar. Prompts that the cache of prompts lacks are encoded and added to it.
 
     Args:
         experiment: The model, prompts and rewards. The section `eval` of its configuration gives
@@ -232,6 +232,7 @@ def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
         The scores of all images, and the mean and standard error of each score.
 
     Raises:
+        InputError: If the prompts cannot be encoded, or a user's reward inside JAX fails.
         RunError: If a reward outside of JAX fails and `reward.on_failure` is "stop", or the cache
             of prompts cannot be written.
     """

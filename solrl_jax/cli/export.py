@@ -62,18 +62,19 @@ def command(
 
     \f
     Args:
-        run: The directory of the run to export.
+        run: The directory of the run to export, without `hub` also in an object store. The weights
+            of its base model are loaded, and downloaded if necessary.
         out: The path to write: a .safetensors file, or a directory for PEFT, for a transformer that
-            was trained in full, and with `hub`. None is accepted with `hub`: the folder `hub` in
-            the run directory.
-        hub: The repository of the Hugging Face Hub to upload to, OWNER/NAME; None: nothing is
-            uploaded.
+            was trained in full, and with `hub`. A directory may contain nothing but an earlier
+            export. None is accepted with `hub`: the folder `hub` in the run directory.
+        hub: The repository of the Hugging Face Hub to upload to, OWNER/NAME, which is created if
+            necessary. Only with `form` "diffusers". None: nothing is uploaded.
         private: Whether the repository becomes private if it does not exist yet. Only with `hub`.
         dry_run: Whether the folder is written and not uploaded. Only with `hub`.
         form: The layout of the LoRA: "diffusers" or "peft".
         dtype: The number format of the tensors, "fp32" or "bf16".
         fold_alpha: Whether the LoRA's scale alpha / rank is multiplied into its matrices B, for
-            programs that ignore alpha. Only for diffusers.
+            programs that ignore alpha. Only for diffusers, and if nothing was trained in full.
         checkpoint: The checkpoint of a run: "best", "latest" or the number of an iteration.
         force: Whether existing files are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.

@@ -99,7 +99,7 @@ class Commands(click.Group):
                 the command.
 
         Returns:
-            The name of the command, the command, and the arguments after its name.
+            The name of the command as it was typed, the command, and the arguments after its name.
 
         Raises:
             click.UsageError: If there is no such command.
@@ -186,10 +186,10 @@ def main() -> None:
     Returns if the command succeeds. An error is printed in one line on standard error, with
     `--json` also as an object on standard output, and ends the process. Call it in the main thread.
 
-    Also prepares the process: sets environment variables so that libraries print less, removes
-    settings of JAX from the environment with which it cannot run (`FOREIGN_SETTINGS`), lets SIGTERM
-    and SIGHUP act as Ctrl-C (SIGHUP stays ignored if it was), ends `signals.block`, and makes
-    standard streams accept any text.
+    Also prepares the process: sets environment variables so that libraries print less and
+    matplotlib opens no window, removes settings of JAX from the environment with which it cannot
+    run (`FOREIGN_SETTINGS`), lets SIGTERM and SIGHUP act as Ctrl-C (SIGHUP stays ignored if it
+    was), ends `signals.block`, and makes standard streams accept any text.
 
     Raises:
         SystemExit: With code 1, 2 or 130, if the command did not succeed. A function that ends the
@@ -304,7 +304,7 @@ def fail(message: str, code: int) -> NoReturn:
 
     Args:
         message: The message. It is brought into one line and cut to 10,000 characters
-            (`MAX_MESSAGE`), and user names and passwords in URLs are hidden.
+            (`MAX_MESSAGE`), and user names and passwords in URLs become "***".
         code: The exit code of the process: 1, 2 or 130.
 
     Raises:

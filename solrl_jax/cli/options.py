@@ -45,7 +45,7 @@ class _Path(click.Path):
 
         Raises:
             click.BadParameter: If the text is empty, the URL of an object store for a path that is
-                no run directory, or not a possible path.
+                no run directory, not a possible path, or that of an unreadable file.
             InputError: If it is a URL without a bucket for a run directory.
         """
         if value == "":

@@ -48,9 +48,9 @@ def command(
 
     \f
     Compiles on all CPU cores. Also imports objectives and rewards from outside the package, and
-    reads the training prompts, for which a data set of the hub is downloaded unless it is in the
-    hub's cache. Sets environment variables for the rest of the process, with which JAX runs on the
-    CPU without a compilation cache, and libtpu looks for no TPU (`planning.topology.prepare`).
+    reads the prompt sets, of which those of the hub are downloaded unless they are in the hub's
+    cache. Sets environment variables for the rest of the process, with which JAX runs on the CPU
+    without a compilation cache, and libtpu looks for no TPU (`planning.topology.prepare`).
 
     Args:
         preset: The name of a preset.
@@ -58,7 +58,8 @@ def command(
         device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "h200".
         devices: The number of devices on each host.
         hosts: The number of hosts that train together, at least 1.
-        hlo: A directory for the compiled programs as text; None: they are not written.
+        hlo: A directory for the compiled programs as text, which is created if necessary; None:
+            they are not written.
         force: Whether programs that are at `hlo` are replaced.
         as_json: Whether to print the result as one line of JSON in place of text.
 

@@ -84,7 +84,7 @@ def current_value(key: str, value: Any) -> Any:
     Returns:
         The value with all names in it as they are now; a new dict for a section. For example, the
         value "products" of "model.remat" becomes "matmuls". Values that did not change are returned
-        as they are.
+        as they are, also that of `version`.
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""
@@ -104,13 +104,12 @@ def migrate_override(key: str, value: Any) -> tuple[str, Any]:
     """Translates an override `key=value` that uses names of version 2, with a FutureWarning.
 
     Args:
-        key: The dotted name of a field or section, present or of version 2. Any other text is
-            returned as it is.
+        key: The dotted name of a field or section, present or of version 2. It is not checked.
         value: Its value.
 
     Returns:
         (name, value), as they are called now. Both are returned as they are, without a warning, if
-        they are not of version 2.
+        nothing in them has another name now.
     """
     new_key = current_name(key)
     new_value = current_value(key, value)

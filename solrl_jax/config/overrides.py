@@ -80,10 +80,10 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
             empty value is the text "". There are two kinds. The key may be the dotted name of a
             field, of a section or of an entry such as "reward.weights.shapes", whose value is YAML
             ("rollout.kept=12"); text without quotes is taken as it is, "#" included. Or the key may
-            be "model", "family", "explore", "objective" or "reward", and the value the name of a
-            file in this folder of `solrl_jax/configs/` ("model=flux1"). "objective" and "reward"
-            also accept a function `module:function`, and "reward" the URL of a service or an entry
-            point of another package.
+            be "model", "family", "explore", "objective" or "reward", and the value (if it is no
+            mapping) the name of a file in this folder of `solrl_jax/configs/` ("model=flux1").
+            "objective" and "reward" also accept a function `module:function`, and "reward" the URL
+            of a service or an entry point of another package.
 
     Returns:
         The settings, the chosen files, and a message for each override that cannot be used. A

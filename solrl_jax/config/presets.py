@@ -74,8 +74,8 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
         preset: The name of the preset, e.g. "tiny" or "sana_sol_rl_pickscore".
         overrides: Texts `key=value` that change it; later ones win. A key is the dotted name of a
             field, with a value in YAML ("rollout.kept=12"). Or it is "model", "family", "explore",
-            "objective" or "reward", and chooses another file ("model=flux1"). Fields win over
-            files.
+            "objective" or "reward", and chooses another file ("model=flux1") or, for the last two,
+            e.g. a user's function (`parse_overrides`). Fields win over files.
 
     Returns:
         The checked configuration. If `run.dir` is "", the default, it becomes
@@ -117,8 +117,9 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
         overrides: Texts `key=value`; later ones win. A key is the dotted name of a field, with a
             value in YAML ("rollout.kept=12"). "explore=NAME" sets the fields of a file in
             `solrl_jax/configs/explore/`, over which explicit fields win, and updates the model's
-            quantization rules, unless the user has changed them. Other files cannot be chosen.
-            Field names of the previous version are accepted, with a FutureWarning.
+            quantization rules, unless the user has changed them. Other files cannot be chosen, but
+            "objective" and "reward" may name e.g. a user's function (`parse_overrides`). Field
+            names of the previous version are accepted, with a FutureWarning.
 
     Returns:
         The new configuration, checked.

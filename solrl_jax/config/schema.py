@@ -114,13 +114,13 @@ class Quantization(Section):
 
     Attributes:
         modules_to_not_convert: Texts. A layer whose parameter path contains one of them is not
-            quantized.
+            quantized. Each must be in the path of a layer.
         min_width_ratio: Excludes narrow layers, at least 0. A layer is not quantized if its width,
             the larger of its numbers of inputs and outputs, is at most this factor times the width
             of the narrowest layer in the transformer's blocks. 0 excludes none.
-        fused: Regular expressions of parameter paths. Layers of one module that match the same
-            expression count as one wide layer for `min_width_ratio`, because the authors' code
-            fuses them, e.g. keys and values.
+        fused: Regular expressions of parameter paths, each of which must match a layer. Layers of
+            one module that match the same expression count as one wide layer for `min_width_ratio`,
+            because the authors' code fuses them, e.g. keys and values.
     """
 
     modules_to_not_convert: tuple[Text, ...] = (
@@ -160,8 +160,8 @@ class Model(Section):
             encoders are loaded only for new prompts. "": a directory in the user's cache (~/.cache
             by default). None: prompts are encoded again in every iteration.
         vae_tile_size: The side in pixels, 1 to 16384, of the overlapping tiles in which latents are
-            decoded, to save memory. None: whole images are decoded. Long clips are decoded in
-            chunks of frames in either case.
+            decoded, to save memory; a multiple of the pixels per latent pixel. None: whole images
+            are decoded. Long clips are decoded in chunks of frames in either case.
         attention: The attention among image tokens. "default": that of the released network.
             "mhla": multi-head linear attention (arXiv 2601.07832), for SANA only.
         mhla_blocks: For "mhla": the number of blocks that the tokens of an image are divided into,
@@ -208,7 +208,7 @@ class Explore(Section):
             `rollout.num_steps` steps, and the other half divides the rest.
         exact_steps: The number of steps at the beginning that run in `rollout.precision` instead,
             at least 0 and less than `num_steps`. Where they are the first steps of the
-            regeneration too, it starts after them (`rl.explore.continuation`).
+            regeneration too and add no noise, it starts after them (`rl.explore.continuation`).
         correction_rank: The rank of an unquantized low-rank branch beside each quantized matmul, as
             in SVDQuant, 0 to 4096. 0: no branch.
         attention: "default": softmax attention runs in the training precision. "fp8": it runs in
@@ -280,7 +280,7 @@ class Rollout(Section):
         precision: The number format of regeneration, update and evaluation: "bf16" or "fp32".
         scoring_precision: The number format of the decoder and of reward networks. "half": BF16 and
             FP16 (BF16 on TPUs). "fp32": float32. "auto": "half" if `precision` is "bf16" and the
-            device supports it, else "fp32".
+            device computes in BF16; else the dtype that the decoder was released for, and float32.
 
     Raises:
         ConfigError: If two fields contradict each other.
@@ -401,8 +401,8 @@ class Rollout(Section):
         """Checks that the noise of stochastic steps suits the solver.
 
         Raises:
-            ConfigError: If `noise_level` is not 0, but the solver or `explore.sigmas` adds no
-                noise; or if `sde_window_size` is not less than `num_steps`.
+            ConfigError: If `noise_level` is not 0 with an ODE solver or with
+                `explore.sigmas="first"`; or if `sde_window_size` is not less than `num_steps`.
         """
         if self.noise_level and self.solver not in STOCHASTIC_SOLVERS:
             accepted = f"must be 0 with rollout.solver={self.solver}"
@@ -416,8 +416,8 @@ class Rollout(Section):
 
     @property
     def num_sde_steps(self) -> int:
-        """The number of solver steps that add noise. They are consecutive; 0 if
-        `noise_level` is 0.
+        """The number of the `num_steps` solver steps that add noise: `sde_window_size`, or all but
+        the last if that is None; 0 if `noise_level` is 0. They are consecutive.
         """
         if self.noise_level == 0:
             return 0
@@ -564,7 +564,9 @@ class Algorithm(Section):
         global_std: Whether rewards are divided by their standard deviation over the whole iteration
             (True) or over the samples of their own prompt (False).
         timestep_fraction: The share of the schedule's sigmas at which each sample is trained, above
-            0 and at most 1. At least one sigma must result. opsd, refl and draft do not read it.
+            0 and at most 1. At least one sigma must result. They are drawn at random for each
+            sample, from the steps that add noise where the objective trains on these. opsd, refl
+            and draft do not read it.
         decay_type: How slowly the old policy follows the trained one. 0: at once. 1: its decay rate
             grows by 0.001 per optimizer step up to 0.5. 2: it is 0 up to step 75 and then grows by
             0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
@@ -641,7 +643,8 @@ class Lora(Section):
         rank: The rank of A and B, 1 to 4096.
         alpha: Adapters are scaled by alpha / rank; above 0.
         target_modules: Regular expressions of parameter paths, at least one. A linear layer whose
-            whole path matches one of them gets an adapter. The default is for SANA.
+            whole path matches one of them gets an adapter. Each must match linear layers alone, at
+            least one. The default is for SANA.
         path: A LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or
             ComfyUI, with the same rank and alpha. None: training starts from the base model.
         skip_text_encoders: Whether adapters of text encoders in that file are ignored. Otherwise
@@ -667,7 +670,7 @@ class Optimizer(Section):
     Attributes:
         learning_rate: The learning rate of the first step, above 0.
         decay_steps: The number of optimizer steps, at least 0, over which the learning rate falls
-            linearly to 0. 0: it stays constant.
+            linearly to 0, where it stays. 0: it is constant.
         beta1: The decay rate of the first moment, at least 0 and below 1.
         beta2: The decay rate of the second moment, at least 0 and below 1.
         eps: Added to the root of the second moment, above 0.
@@ -720,7 +723,8 @@ class Train(Section):
         parameters: What is trained. "adapters": the LoRA adapters. "all": all parameters of the
             transformer, without adapters. Any other text is a regular expression: parameters whose
             whole path, such as "transformer_blocks/attn2/to_k/kernel" (one for all blocks), matches
-            it are trained in full, and the other targets of `lora` get adapters.
+            it are trained in full, and the other targets of `lora` get adapters. Parameters that
+            `model.attention="mhla"` adds are trained in full in any case.
     """
 
     iterations: PositiveInt = 1000
@@ -743,8 +747,9 @@ class Eval(Section):
         num_images_per_prompt: The number of images per prompt, at least 1.
         seed: The seed of the initial noise, from 0 to 2^31 - 1. Runs with equal seeds can be
             compared image by image.
-        num_grid_images: The largest number of images, four per prompt, in the image grid that each
-            evaluation writes, 0 to 1024. 0: no grid.
+        num_grid_images: The largest number of images, up to four per prompt, in the image grid that
+            each evaluation writes, 0 to 1024, and the largest number of candidates in that of the
+            training iteration before it. 0: no grids.
     """
 
     every: NonNegativeInt = 50
@@ -899,7 +904,8 @@ class Config(Section):
 
         Raises:
             ConfigError: If `algorithm.decay_type` is 2 while parameters are trained in full in
-                BF16, where the small moves of the old policy would be rounded away.
+                BF16 (also those that "mhla" adds), where the small moves of the old policy would be
+                rounded away.
         """
         only_adapters = self.train.parameters == "adapters" and self.model.attention != "mhla"
         # With a decay of 0.999 the old policy moves by a thousandth of the difference, which BF16
@@ -936,9 +942,11 @@ class Config(Section):
         of the package, and this method must be called for a function.
 
         Raises:
-            ConfigError: If an objective on pairs gets an odd number of samples or terms, one on
-                transitions too few steps that add noise, or one on reward gradients samples of a
-                quantized exploration, advantages of several rewards, or several sigmas.
+            ConfigError: If an objective on pairs gets an odd number of samples or terms; one on
+                transitions too few steps that add noise; one on reward gradients another
+                `reward.combine` than "sum", an unsuitable `algorithm.last_steps`, or several
+                sigmas; or one of the latter two kinds samples of a quantized exploration. Also if
+                the function's attribute `trains_on` has an unknown value.
             ImportError, AttributeError: If the function does not exist.
         """
         match self.algorithm.trains_on:
@@ -1070,8 +1078,9 @@ class Config(Section):
     def num_recorded_steps(self) -> int:
         """The number of solver steps whose latents are recorded for training.
 
-        It is the number of steps that add noise if the objective trains on transitions, and else 0.
-        A function of the user's (`algorithm.objective`) is imported for this.
+        It is the number of steps that add noise if the objective trains on transitions, and else 0:
+        the one state that reward gradients need is not counted. A function of the user's
+        (`algorithm.objective`) is imported for this.
 
         Raises:
             ConfigError: If the function's attribute `trains_on` has an unknown value.

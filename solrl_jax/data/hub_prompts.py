@@ -127,8 +127,8 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     """Finds which files of a data set hold which split, much as the library `datasets` does.
 
     Only prompt files count: .parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv and .txt
-    (`DATA_ENDINGS`), without hidden files and those that describe the data set, such as
-    dataset_infos.json (`METADATA_FILES`).
+    (`DATA_ENDINGS`), without paths that begin with a dot and files that describe the data set, such
+    as dataset_infos.json (`METADATA_FILES`).
 
     If the data set's card declares its files by split (`configs` with `data_files`), the declared
     patterns decide; splits without a matching file are left out. Otherwise the names of the files
@@ -144,7 +144,8 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
 
     Returns:
         The sorted paths of the files by the name of their split, e.g. {"test": ["data/test.csv"]};
-        at least one path each. {} if there are no prompt files.
+        at least one path each. {} if there are no prompt files, or none that a declared pattern
+        matches.
     """
     data = [
         file
@@ -209,8 +210,9 @@ def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns the splits that the card of a data set declares, as patterns of file names.
 
     A card has a list `configs`. Only one of its entries with `data_files` is read: the first with
-    `default: true` or the name "default", or else the first. If its `data_files` is a text or a
-    list of texts, the files belong to "train"; an object in the list without a split is left out.
+    `default: true` or the name "default", or else the first. Its `data_files` is an object of
+    patterns by split, a list of objects with "split" and "path", or a text or list of texts, whose
+    files belong to "train". Entries of other forms are left out.
 
     Args:
         card: The metadata of the card by name. Only "configs" is read.
@@ -341,6 +343,7 @@ def _snapshot(name: str, files: Sequence[str], where: str) -> Path:
         missing.
 
     Raises:
-        InputError: If the hub cannot be reached or refuses, and the cache has no revision.
+        InputError: If a download fails, or the hub cannot be reached or refuses and the cache has
+            no revision.
     """
     return hub.snapshot(name, lambda: files, f"{where}:", repo_type="dataset")

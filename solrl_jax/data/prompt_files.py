@@ -30,8 +30,8 @@ class Row(NamedTuple):
         metadata: Everything else that the file says about the prompt: values of JSON by the name of
             the column or key. Values of CSV and TSV files are text. Empty for a prompt without more
             than its text.
-        position: The place in the file, counted from 1, e.g. "line 3", "item 3" of a JSON list or
-            "row 3" of a Parquet file.
+        position: The place in the file, counted from 1, e.g. "line 3" (the last line of a CSV
+            row), "item 3" of a JSON list or "row 3" of a Parquet file.
     """
 
     text: str
@@ -44,8 +44,8 @@ def split_column(path: str) -> tuple[Path, str | None]:
 
     Args:
         path: FILE or FILE:COLUMN. Only a FILE that ends in .json, .jsonl, .ndjson, .jsonlines,
-            .csv, .tsv or .parquet (`ENDINGS`) can have a column. If a file of the whole name
-            exists, colon included, that file is meant.
+            .csv, .tsv or .parquet (`ENDINGS`) can have a column, which follows the last colon. If
+            a file of the whole name exists, colon included, that file is meant.
 
     Returns:
         The file, which need not exist, and the name of the column, or None without one.
@@ -277,9 +277,9 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
 
     Returns:
         One row per row of the table after the header, without blank ones; none for a blank file.
-        The metadata are the texts of the other columns, by the names in the header. Values that are
-        missing at the end of a row are "". If two columns have the same name, the later one is
-        read.
+        The metadata are the texts of the other columns, by the names in the header, which are read
+        without white space around them. Values that are missing at the end of a row are "". If two
+        columns have the same name, the later one is read.
 
     Raises:
         InputError: If a CSV file breaks the rule of quotation marks, a value is longer than 131,072
@@ -386,7 +386,7 @@ def _is_json_type(kind: Any) -> bool:
     """Returns whether JSON has the values of a column of a Parquet file.
 
     It has text, numbers, booleans and nulls, and lists and structs of them, but not, for instance,
-    dates and binary data.
+    dates and binary data. Decimals and lists of a fixed size count as types that it does not have.
 
     Args:
         kind: The type of the column, a `pyarrow.DataType`.

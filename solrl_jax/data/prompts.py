@@ -69,8 +69,8 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
 
     Raises:
         InputError: If the set cannot be found or read, holds no prompt or more than 2**20, or has a
-            prompt that cannot be used: a blank one (blank lines of text excepted), one with control
-            characters, or one of more than 20,000 characters. Also, whatever `distinct` is, if a
+            prompt that cannot be used: a blank one (blank lines excepted), one with characters that
+            `check_text` refuses, or one of more than 20,000. Also, whatever `distinct` is, if a
             prompt is repeated with other metadata; this is accepted only in tables (.csv, .tsv,
             .parquet) and data sets of the hub.
     """

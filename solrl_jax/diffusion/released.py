@@ -96,7 +96,7 @@ def read_scheduler(
             `use_dynamic_shifting`.
         pipeline_sigmas: What the pipeline gives its Euler scheduler. True, as FLUX does: the sigmas
             `linspace(1, 1/n, n)`, which are then shifted. False: the number of steps alone, from
-            which the scheduler makes the sigmas.
+            which the scheduler makes the sigmas. Other schedulers ignore it.
         mu: (steps, tokens) -> the logarithm of the shift of the sigmas, for configurations with
             `use_dynamic_shifting`. None: the formula of FLUX.1 (`sigmas.flux_mu`), and a
             configuration with other constants of that formula is refused. With a function, these

@@ -80,7 +80,8 @@ class Schedule:
                 guidance, and `rollout.true_cfg_scale` has no effect.
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
                 `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all steps from there on. With more
+                (counted from 0) on; without a window size, at all steps from there on. A coarser
+                step that covers some of them only in part has a lower noise level. With more
                 `steps` than the full schedule has, they are counted on this one. The last step
                 never adds noise. None: no step does.
             mu: (number of steps, number of tokens) -> the logarithm of the shift of the "flux"
@@ -215,8 +216,8 @@ class Schedule:
         this one.
 
         Args:
-            start: The first step, counted from 0. As in a slice of a list, a negative number counts
-                from the end, and numbers beyond the end give no steps.
+            start: The first step, counted from 0; as in a slice of a list, a negative number counts
+                from the end.
             stop: The step after the last one, counted as `start` is. None: up to the end.
         """
         steps = slice(start, stop)

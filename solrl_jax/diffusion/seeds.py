@@ -42,7 +42,8 @@ def prompt_uid(prompt: str) -> int:
         prompt: The text of the prompt.
 
     Returns:
-        The first 32 bits of the SHA-256 hash of the text, as an integer from 0 to 2**32 - 1.
+        The first four bytes of the SHA-256 hash of the text as a little-endian integer, from 0 to
+        2**32 - 1.
 
     Raises:
         UnicodeEncodeError: If UTF-8 cannot encode the text.

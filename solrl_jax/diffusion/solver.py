@@ -44,7 +44,7 @@ def solver_table(
 
     For a linear flow, "euler", "dpm1" and "ddim" without noise are the same step; all three names
     are accepted since users of the published recipes look for them. "dpm2" is of second order,
-    except for its first and its last step, which are of first order.
+    except for its first and its last step, and for its second one if the first sigma is 1.
 
     Args:
         name: One of `SOLVERS`: "euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde" or "cps".

@@ -62,7 +62,7 @@ class Backbone:
         fp8_attention: bool = False,
     ) -> Float[Array, " b *latent"]:
         """Predicts the velocity `noise - x0` with given transformer parameters, in `self.dtype`.
-        For use under jit.
+        For use under jit, with `self.mesh` set (`jax.set_mesh`).
 
         This is one evaluation of the network; classifier-free guidance is not applied. Sharded
         parameters are gathered: those of stacked blocks one layer at a time, all others first.
@@ -113,14 +113,15 @@ class Backbone:
 
         Args:
             prompts: one or more prompts.
-            max_tokens: number of tokens to which each prompt is padded or cut.
+            max_tokens: number of tokens to which each prompt is padded or cut (where CLIP and T5
+                encode it: for T5). Those of the instruction are not counted.
             negative: whether these are negative prompts. All others get `self.instruction` before
                 them, if there is one.
 
         Returns:
             Arrays by name, with one row per prompt in the order of `prompts`, replicated over
-            `self.mesh`. The names depend on the model: "text" [prompts, tokens, features], and
-            "mask" or "pooled" where the transformer takes them.
+            `self.mesh`. The names depend on the model: "text" [prompts, tokens, features] in the
+            dtype of the text encoders, and "mask" or "pooled" where the transformer takes them.
 
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
@@ -138,8 +139,8 @@ class Backbone:
 
         Returns:
             One entry per parameter: its path in the parameter tree, the names of its PyTorch
-            tensors, and their shape and order of axes. The parameters of stacked blocks are one
-            entry.
+            tensors, and their shape and order of axes. A parameter of stacked blocks has one entry
+            for all blocks.
         """
         return parameter_table(self.pipeline.transformer.state)
 
@@ -186,8 +187,8 @@ def load_backbone(
     Raises:
         InputError: If the model is missing, incomplete or not supported, or cannot be downloaded,
             or if one of its files cannot be read or has other tensors than the network. Also if
-            `tile` is no multiple of `Pipeline.compression`, if the model accepts no instruction, or
-            if `cache` cannot be used as a folder.
+            `tile` is no multiple of `Pipeline.compression`, if `instruction` is given but the model
+            accepts none, or if `cache` cannot be used as a folder.
         PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
@@ -217,8 +218,8 @@ def open_text_encoders(
     Args:
         pipeline: the model, whose text encoders and tokenizers are used.
         precision: dtype in which the text encoders compute, "bf16" or "fp32".
-        mesh: devices that encode. The size of its axis `tensor` is 1: every device works on its own
-            rows.
+        mesh: devices that encode, with the axes `data`, `fsdp`, `sequence` and `tensor`. The last
+            two have size 1 (`sharding.rows_only`): every device works on its own rows.
         cache: folder of the cache of encoded prompts (`model.prompt_cache_dir`); "~" is expanded.
             "": the folder `solrl_jax/prompts` in the user's cache directory. None: no cache.
 

@@ -57,11 +57,12 @@ class Decoder:
     ) -> Float[Array, "b ... 3"]:
         """Decodes latents to images or clips in [0, 1], float32. For use under jit.
 
-        Each device decodes a few images at a time: up to four, or fewer if together they
-        would have more than `max_pixels` (with tiles: if that many tiles would; all frames count),
-        but at least one. If `tile` is set, images that exceed a tile are decoded in tiles, which
-        overlap by a quarter of a tile or more. A clip, or a tile of it, that has more than
-        `max_pixels` pixels is decoded in chunks of as many latent frames as `max_pixels` allows, at
+        Each device decodes four images at a time, or fewer if together they would have more than
+        `max_pixels` (with tiles: if that many tiles would; all frames count), but at least one. An
+        incomplete group is filled up with copies, which take time too. If `tile` is set, images
+        that exceed a tile are decoded in tiles, which overlap by at least a quarter of a tile,
+        rounded down to latent pixels. A clip, or a tile of it, that has more than `max_pixels`
+        pixels is decoded in chunks of at most as many latent frames as `max_pixels` allows, at
         least one. Tiles change the result; chunks change only its rounding.
 
         Args:

@@ -30,7 +30,8 @@ Conditioning = dict[str, Array]
 
 
 class Pipeline(abc.ABC):
-    """Base class of all models: a text-to-image model as pure functions, without its parameters.
+    """Base class of all models: a model that makes images or clips from text, as pure functions,
+    without its parameters.
 
     Pipelines are compared by identity, because they are static arguments of jitted functions. Their
     attributes must not change after the constructor.
@@ -41,9 +42,9 @@ class Pipeline(abc.ABC):
             without a mask.
         accepts_instruction: whether `tokenize` accepts an instruction: a text for the language
             model before each prompt.
-        linear_sigmas: whether sampling starts from the noise levels `linspace(1, 1/n, n)` for n
-            steps, as diffusers' pipeline of this model does, instead of those of its scheduler. It
-            counts where sampling follows the released scheduler, not a configured schedule.
+        linear_sigmas: whether the released Euler scheduler shifts the noise levels `linspace(1,
+            1/n, n)` for n steps, which diffusers' pipeline of this model gives it, instead of its
+            own. It has no effect on a configured schedule.
         folder: the directory that the pipeline was opened from.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
@@ -218,14 +219,15 @@ class Pipeline(abc.ABC):
         Args:
             params: parameters of the autoencoder: nested dictionaries keyed by module name. They
                 are not sharded.
-            latent: the transformer's latents. `unscale` is applied here.
+            latent: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of video models.
+                `unscale` is applied here.
             chunk: for video models: the most latent frames that are decoded at once, to save
                 memory, at least 1; None: all of them. The result is the same up to rounding. Must
                 be None for models of images.
 
         Returns:
             The images [b, H, W, 3] or clips [b, T, H, W, 3], `compression` times as high and wide
-            as the latents.
+            as the latents. T is `1 + (t - 1) * temporal_compression`.
         """
         vae = self.vae(params)
         latent = self.unscale(latent)

@@ -33,7 +33,7 @@ def open_pipeline(
     folder: Path, gradient_checkpointing: str = "none", mhla: MhlaOverride | None = None
 ) -> Pipeline:
     """Opens the directory of a diffusers pipeline: reads its configurations and loads its
-    tokenizers, but reads no weight. The hub is not asked.
+    tokenizers (each path once per process), but reads no weight. The hub is not asked.
 
     Args:
         folder: directory with a `model_index.json`, whose `_class_name` selects the class among
@@ -50,7 +50,8 @@ def open_pipeline(
         The pipeline, an instance of a class in `PIPELINES`.
 
     Raises:
-        FileNotFoundError: the directory or one of its files is missing.
+        FileNotFoundError: the directory, a configuration or a tokenizer is missing. Weights are not
+            looked for.
         ValueError: a configuration or tokenizer cannot be read or is not supported, the networks do
             not fit each other, or `mhla` does not fit the model.
     """

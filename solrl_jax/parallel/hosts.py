@@ -406,7 +406,8 @@ def fetch(tree: Any) -> Any:
     It waits until the arrays are computed.
 
     Args:
-        tree: A pytree of global arrays.
+        tree: A pytree of arrays on the devices of all processes. Arrays that each process has on
+            its own devices would be concatenated.
 
     Returns:
         The pytree with NumPy arrays of the same shapes and dtypes.

@@ -246,7 +246,8 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
 
     Args:
         f: The function. It maps a pytree of arrays to a pytree of arrays, both with one piece as
-            leading axis: `count` rows times the number of devices.
+            leading axis: `count` rows times the number of devices. It must not mix rows, which are
+            consecutive only within a device.
         tree: The batch: a pytree of arrays whose leading axis is the rows, a multiple of the number
             of devices.
         count: The number of rows per device and piece, at least 1.

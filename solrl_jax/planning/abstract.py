@@ -48,8 +48,8 @@ def open_configurations(
             repository of the Hugging Face hub. A repository is read from the local cache of the
             hub, or else from the configurations of released models that this package contains.
         gradient_checkpointing: What the backward pass of the transformer computes again instead of
-            keeping it in memory: "none" (nothing), "matmuls" (everything but the outputs of
-            matmuls) or "blocks" (every block).
+            keeping it in memory: "none" (nothing), "matmuls" (everything but the outputs of linear
+            layers and of attention) or "blocks" (everything but the inputs of blocks).
         mhla: Replaces the linear attention of SANA's blocks by multi-head linear attention of this
             setting (`mhla_override(config.model)`). None keeps the model's own attention.
 
@@ -83,9 +83,9 @@ def abstract_experiment(
 
     An `Experiment` holds the networks, the reward and the prompts of a run. Its functions can be
     traced and compiled with these shapes; it cannot sample or train. No weights or vocabularies
-    are needed. Also imports an objective and rewards from outside the package, and reads the
-    training prompts, for which it may download a data set of the hub. If they cannot be read, empty
-    texts stand for them (`some_prompts`).
+    are needed. Also imports an objective and rewards from outside the package, and reads the prompt
+    sets, for which it may download data sets of the hub. If they cannot be read, empty texts stand
+    for them (`some_prompts`).
 
     Three things are simpler than in training: the prompts for tests are those for training, one
     reward (that of `reward.weights`) does all scoring, and images have the largest training size.
@@ -146,8 +146,8 @@ def some_prompts(config: Config) -> list[Prompt]:
     """Returns as many prompts as one iteration trains on, to stand for any prompts in a plan.
 
     They are the first training prompts, and copies of the first one if there are too few. If the
-    prompts cannot be read, all texts are empty. A data set of the hub is downloaded unless it is in
-    the hub's cache.
+    training or test prompts cannot be read, all texts are empty. Data sets of the hub are
+    downloaded unless they are in the hub's cache.
 
     Args:
         config: The configuration. `train.num_prompts` is the number of prompts, and the section
@@ -169,7 +169,8 @@ def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Rewa
 
     Args:
         config: The configuration. `reward.weights` gives the names and weights of the rewards that
-            are summed, and `reward.options` their options.
+            are summed, and `reward.options` their options. `reward.eval_only` and
+            `rollout.explore.reward` are ignored.
         mesh: The mesh that the networks are placed on.
         reward_dtype: The dtype in which the networks multiply matrices: float32, float16 or
             bfloat16.

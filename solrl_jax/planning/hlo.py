@@ -136,11 +136,11 @@ class Module:
         """Walks through the program as it runs, and yields each instruction with its number of
         runs.
 
-        Loops, conditionals and calls are not yielded themselves. The instructions of a loop's body
-        are yielded once, with the number of iterations (in nested loops, the product), and not at
-        all if that is 0; a loop whose number of iterations is unknown counts as one iteration. For
-        a conditional, the branch that writes most bytes is walked through. A fusion is yielded as
-        one instruction.
+        Loops, conditionals and calls (also asynchronous ones) are not yielded themselves. The
+        instructions of a loop's body are yielded once, with the number of iterations (in nested
+        loops, the product), and not at all if that is 0; a loop whose number of iterations is
+        unknown counts as one iteration. For a conditional, the branch that writes most bytes is
+        walked through. A fusion is yielded as one instruction.
 
         Args:
             computation: The name of the computation to start with. None: the whole program.
@@ -168,7 +168,7 @@ class Module:
         """Returns the number of iterations of a loop, or None if it is unknown.
 
         It is known if XLA wrote it down (`known_trip_count`), or if the loop runs while a counter
-        from 0 is below a constant, as those of `lax.scan` do.
+        is below a constant, as those of `lax.scan` do. The counter is taken to rise from 0 by one.
 
         Args:
             loop: An instruction with the opcode "while".

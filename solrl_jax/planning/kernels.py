@@ -62,8 +62,8 @@ class Kernel:
             __triton"; or the opcode of any other instruction, e.g. "copy". Matmuls and convolutions
             also have the type of their operands, e.g. "__cublas$gemm bf16".
         kind: What its time counts as: "attention" for flash attention of cuDNN or Pallas,
-            "products" for all other kernels that multiply (`operations` above 0), and "memory" for
-            kernels that only move data.
+            "products" for all other kernels with matmuls or convolutions (`operations` above 0),
+            and "memory" for the rest, e.g. copies and elementwise fusions.
         unit: The arithmetic unit that it multiplies on, the name of a peak rate in `targets.Peaks`:
             "fp4", "fp8", "int8", "bf16", "tf32" or "fp32". To be ignored if `operations` is 0.
         result: Type and shape of its first result, e.g. "bf16[2,64]"; "" without a result.
@@ -71,7 +71,7 @@ class Kernel:
             XLA did not record it.
         times: The number of runs in one call of the program.
         operations: The arithmetic operations of one run of a matmul, convolution or attention, with
-            2 for a multiply-add. All other kernels have 0.
+            2 for a multiply-add, or those that a Pallas kernel states. All other kernels have 0.
         moved: The bytes of main memory that one run reads and writes.
     """
 
@@ -118,8 +118,8 @@ def collective(opcode: str) -> str | None:
 
 
 def native(all_kernels: Iterable[Kernel]) -> dict[str, int]:
-    """Counts the runs of hand-written kernels: library functions of cuBLAS and cuDNN, and Pallas
-    kernels.
+    """Counts the runs of hand-written kernels: matmuls, convolutions and attention of cuBLAS and
+    cuDNN, and all Pallas kernels.
 
     XLA's own matmuls and convolutions outside of fusions count as well. Fusions do not.
 
@@ -350,7 +350,7 @@ def _first_result(step: Instruction) -> Array:
     """Returns the first array that an instruction computes.
 
     The start of an asynchronous operation returns a tuple of its operands and its results. The
-    operands are skipped.
+    operands are skipped (those of a copy stand behind its result).
 
     Args:
         step: An instruction with at least one result.

@@ -25,8 +25,8 @@ class Collective:
     Attributes:
         kind: Its operation: "all-gather", "all-reduce", "reduce-scatter", "all-to-all",
             "collective-permute" or "ragged-all-to-all".
-        size: The bytes of the largest array on one device: the result of an all-gather, and the
-            operands of every other kind.
+        size: The bytes on one device of all results of an all-gather, or of all operands of every
+            other kind.
         groups: The groups of devices that communicate, each a tuple of device numbers. For a
             "collective-permute" they are pairs of a sender and a receiver.
         times: The number of runs in one call of the program.
@@ -41,7 +41,9 @@ class Collective:
 
     @property
     def ways(self) -> int:
-        """The number of devices in each group. All groups have the same number."""
+        """The number of devices in each group; all groups have the same number. 2 for a
+        "collective-permute".
+        """
         return len(self.groups[0])
 
     @property

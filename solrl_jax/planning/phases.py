@@ -62,11 +62,12 @@ class Program:
 class Phases:
     """Builds the programs of a training iteration from an experiment that has shapes for arrays.
 
-    The phases are:
+    It is made from the experiment alone. The phases are:
 
       - "encode": encodes the prompts.
       - "sync": quantizes the policy.
-      - "explore": generates many candidates with the quantized policy.
+      - "explore": generates all candidates with the quantized policy, or without "sync" in the
+        training precision.
       - "regenerate": generates the kept ones again in the training precision.
       - "score": decodes and scores samples.
       - "targets": takes the gradient of the reward.
@@ -76,8 +77,8 @@ class Phases:
     Attributes:
         experiment: The experiment, as `abstract_experiment` builds it.
         mesh: The mesh of the transformer and of the update.
-        rows_mesh: The mesh for encoding and scoring, with the same devices, but without tensor
-            parallelism: samples are split over all of them.
+        rows_mesh: The mesh for encoding and scoring, with the same devices, but without tensor and
+            sequence parallelism: samples are split over all of them.
         state: The training state (`rl.state.TrainState`), with ShapeDtypeStructs for arrays.
         encoders: The parameters of the text encoders, as ShapeDtypeStructs. The keys are their
             folders in the pipeline, e.g. "text_encoder".

@@ -90,15 +90,16 @@ class Planner:
             "auto" stands for.
         phases: Builds the programs of each phase of an iteration, with shapes in place of arrays.
         codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
-            parameter path. An empty dict if exploration does not quantize.
+            parameter path, replicated until `place` is called. An empty dict if exploration does
+            not quantize.
         usable: The bytes of a device's memory that arrays may take: 92% of it.
     """
 
     def __init__(self, config: Config, where: Devices):
         """Builds the experiment of shapes and the programs of its phases. Compiles nothing.
 
-        Also imports objectives and rewards from outside the package, and reads the training
-        prompts, for which it may download a data set of the hub (`abstract_experiment`).
+        Also imports objectives and rewards from outside the package, and reads the prompt sets, for
+        which it may download data sets of the hub (`abstract_experiment`).
 
         Args:
             config: The configuration whose iteration is planned: model, sizes, batches, rewards and
@@ -134,9 +135,12 @@ class Planner:
             threads: The executor that runs the compilations.
 
         Returns:
-            One tuple per program, in the order of an iteration: the name of its phase, the program,
-            and the future of the compiled program (`jax.stages.Compiled`), which raises XLA's error
-            if the program cannot be compiled.
+            One tuple per program, in the order of an iteration and then those of the phase
+            "evaluate": the name of its phase, the program, and the future of the compiled program
+            (`jax.stages.Compiled`), which raises XLA's error if the program cannot be compiled.
+
+        Raises:
+            jax.errors.JaxRuntimeError: If XLA cannot compile the phase "sync".
         """
         compilations = []
         for phase in filter(self.phases.has, PHASES):
@@ -251,7 +255,8 @@ class Planner:
             * "temporaries", "outputs" and "code": what the program allocates, and its machine code.
             * "aliased": the outputs that are written over arguments.
             * "resident": a dict of the arrays that are in memory, but are not arguments, with the
-              names that `parts` gives them; also "latents", which wait for their scores.
+              names that `parts` gives them; also "latents", which wait for their scores. With
+              `model.prompt_cache_dir`, text encoders are in memory for "encode" alone.
             * "peak": the sum of "held", "padded", "temporaries", "outputs", "code" and the sizes in
               "resident", less "aliased".
             * "arguments", "repeated" and "unread": the compiler's figure for all arguments, the
@@ -299,7 +304,7 @@ def plan(
     """Predicts memory and time of one training iteration on devices that are not present.
 
     Compiles the programs of the iteration on all CPU cores. Also imports objectives and rewards
-    from outside the package, and reads the training prompts (`abstract_experiment`).
+    from outside the package, and reads the prompt sets (`abstract_experiment`).
     `topology.prepare` must be called before, and before JAX is imported.
 
     Args:
@@ -313,25 +318,25 @@ def plan(
     Returns:
         A dict of JSON values. All bytes are those of one device, and all seconds roofline bounds:
 
-        * "phases": a list with a dict per phase of an iteration: "name" (e.g. "explore"),
-          "seconds", "peak" (bytes) and "programs", a list of dicts with "name", "calls", "memory"
-          and "roofline" (see `Planner.measure`).
+        * "phases": a list with a dict per phase, also for "evaluate" if its images are larger (with
+          0 seconds): "name" (e.g. "explore"), "seconds", "peak" (bytes) and "programs", a list of
+          dicts with "name", "calls", "memory" and "roofline" (see `Planner.measure`).
         * "seconds" and "rollout": the seconds of an iteration, and those of its phases "sync",
           "explore" and "regenerate", which generate samples.
-        * "naive_scaling": a dict of both seconds for a run that explores in the training precision.
-          Only if the run regenerates the kept samples.
+        * "naive_scaling": a dict of both for a run that explores in the training precision with all
+          steps and does not regenerate. Only if the planned run regenerates the kept samples.
         * "peak", "largest", "usable" and "fits": the largest peak of a phase and the name of that
           phase, the bytes that arrays may take (92% of the memory), and whether the peak is within
           them.
-        * "too_large": for each phase that does not fit, by its name, a list of settings that take
-          less memory.
+        * "too_large": for each phase that does not fit, by its name, a list of settings that can
+          reduce its memory, e.g. "mesh.fsdp".
         * "faster": settings `key=value` that may save time, by the name of the phase.
         * "parts": bytes of the arrays that stay in memory, e.g. "base" and "adapters".
         * "assumptions": a list of sentences.
         * "preset", "objective", "device", "devices" (per host), "hosts", "size" (height and width
-          in pixels), "mesh" (the sizes of its axes by name), "exploration" (its format, as a
-          sentence) and "gradient_checkpointing" (what the backward pass computes again): what was
-          planned.
+          in pixels, and the frames of clips), "mesh" (the sizes of its axes by name), "exploration"
+          (its format, as a sentence) and "gradient_checkpointing" (what the backward pass computes
+          again): what was planned.
 
     Raises:
         InputError: If the devices do not exist or do not match the mesh of the configuration, if

@@ -31,9 +31,9 @@ def plan(
 
     The programs are compiled for these devices, which needs their compiler (`pip install
     'solrl_jax[plan-cuda]'` or `[plan-tpu]`), but no weights. Also imports objectives and rewards
-    from outside the package, and reads the training prompts, for which a data set of the hub is
-    downloaded unless it is in the hub's cache. Call it before anything imports JAX, in a process
-    that does not train: it sets environment variables with which JAX uses no device.
+    from outside the package, and reads the prompt sets, of which those of the hub are downloaded
+    unless they are in the hub's cache. Call it before anything imports JAX, in a process that does
+    not train: it sets environment variables with which JAX uses no device.
 
     Args:
         preset: The name of a preset, e.g. "flux1_sol_rl_hpsv2".
@@ -60,7 +60,8 @@ def plan(
         ConfigError: If the preset or an override is invalid, or the objective does not allow other
             settings.
         InputError: If the device is unknown, its compiler is not installed, the configuration
-            cannot be run on so many devices, or `hlo` cannot be written to.
+            cannot be run on so many devices, or `hlo` cannot be written to or has programs without
+            `force`.
         RunError: If a compiled text cannot be written to the disk.
         jax.errors.JaxRuntimeError: If XLA cannot compile a program.
     """

@@ -38,7 +38,7 @@ class Record(NamedTuple):
         gradient_checkpointing: What the backward pass computes again,
             `model.gradient_checkpointing`: "none", "matmuls" or "blocks". None: it was left to
             "auto".
-        update_batch: The samples per device in one micro-batch of the update,
+        update_batch: The loss terms per device in one micro-batch of the update,
             `optimizer.per_device_batch_size`.
         rollout_batch: The samples that a device generates at once, `rollout.per_device_batch_size`.
         peak: The bytes that the iteration needs on one device at most.
@@ -208,8 +208,8 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
     possible.
 
     The parameters are divided among all devices of the host, the backward pass computes whole
-    blocks again, the batches are halved as often as the missing memory suggests, and images larger
-    than 512 pixels are decoded in tiles. Whether that fits is not known.
+    blocks again, the batches are halved as often as the missing memory suggests (down to 2), and
+    images larger than 512 pixels are decoded in tiles. Whether that fits is not known.
 
     Args:
         config: The configuration, which gives the largest image size.
@@ -252,10 +252,10 @@ def expand_mesh_auto(
             only if `mesh=auto` is among the overrides, because it may start JAX's backend.
 
     Returns:
-        A pair. First the new list of overrides: the proposed settings, and after them the user's
-        other overrides, which win. Then one line that names the settings and their origin, for the
-        user, or says why nothing is proposed. Without `mesh=auto` the pair is the overrides as they
-        are and None.
+        A pair. First the new list of overrides: the proposed settings that no other override names,
+        and after them the user's other overrides. Then one line for the user that names the
+        settings and their origin, or says why nothing is proposed. Without `mesh=auto` the pair is
+        the overrides as they are and None.
 
     Raises:
         ConfigError: If the preset or an override is invalid.

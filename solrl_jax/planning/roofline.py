@@ -45,8 +45,8 @@ class Roofline:
         """Returns the seconds that a kernel needs at least for its arithmetic, over all of its
         runs.
 
-        That is its operations at the peak rate of its arithmetic unit; 0 for a kernel that only
-        moves data.
+        That is its operations at the peak rate of its arithmetic unit; 0 for a kernel of the kind
+        "memory".
 
         Args:
             kernel: A kernel of the program.
@@ -85,9 +85,9 @@ class Roofline:
         """Returns the seconds of one call, divided by what they are spent on.
 
         Returns:
-            A dict of seconds: "products" (matmuls), "attention", "memory" (kernels that only move
-            data) and "links" (collectives). Their sum is the lower bound for one call. A collective
-            that overlaps with kernels adds only the time by which it exceeds all kernels.
+            A dict of seconds: "products" (matmuls), "attention", "memory" (all other kernels) and
+            "links" (collectives). Their sum is the lower bound for one call. The collectives that
+            overlap with kernels add only the time by which they together exceed all kernels.
         """
         seconds = dict.fromkeys(KINDS, 0.0)
         for kernel in self.kernels:
@@ -104,10 +104,10 @@ class Roofline:
 
             * "seconds": the lower bound for one call.
             * "split": a dict of its parts: seconds of "products" (matmuls), "attention", "memory"
-              (kernels that only move data) and "links" (collectives).
+              (all other kernels) and "links" (collectives; see `split`).
             * "products_at_peak": the seconds of the arithmetic alone, that of attention too.
-            * "kernels" and "native": the number of runs of all kernels, and of each library
-              function and Pallas kernel by name.
+            * "kernels" and "native": the number of runs of all kernels, and of each hand-written
+              one by name (`kernels.native`).
             * "operations": arithmetic operations by unit, e.g. {"bf16": 1e12}.
             * "memory_traffic": bytes of main memory that are read and written.
             * "collectives": a list of dicts, one per kind of collective, and apart for those that

@@ -188,8 +188,8 @@ def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
 def compiled(program: Any, target: Target) -> Any:
     """Compiles a lowered program for a kind of device.
 
-    On GPUs, XLA may not compile matmuls with Triton, because their tile sizes could not be tuned
-    without the device.
+    On GPUs, XLA is told not to compile matmuls with Triton, because their tile sizes could not be
+    tuned without the device.
 
     Args:
         program: The lowered program (`jax.stages.Lowered`), from `lowered`.

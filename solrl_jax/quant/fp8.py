@@ -60,7 +60,7 @@ class FP8Tensor(QuantizedWithInput):
 
         Returns:
             A lazy activation [b, s, out] in the dtype of `x`, complete on every device of the mesh
-            axis `tensor`. Rows with a non-finite input value become NaN.
+            axis `tensor`. Rows with a non-finite input value become NaN or infinite.
         """
         codes, scales = x.encode(encode)
         y = jax.lax.dot_general(
@@ -112,7 +112,7 @@ def encode(
         A pair (codes, scales). The codes are a list with one array per part, float8_e4m3fn [...,
         n_i]. The scales are a list of one array [..., 1], float32. A row of zeros (or whose scale
         would be below 2^-126) has zero codes. A row with a NaN or an infinity has a non-finite
-        scale, so that its matmul is NaN.
+        scale, so that its matmul is not finite either.
     """
     scale = row_amax(parts) / E4M3_MAX
     divisor = jnp.where(scale >= SMALLEST_SCALE, scale, jnp.inf)

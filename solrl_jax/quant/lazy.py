@@ -88,8 +88,9 @@ class LazyPart:
     Attributes:
         function: Computes the columns [b, s, n] from `arrays`. Row i of the result depends only on
             row i of each array. It must work along the last axis for any number of leading axes: a
-            Triton kernel calls it on single float32 rows [n], padded with zeros to a power of two,
-            and a TPU kernel on blocks of rows [rows, n].
+            Triton kernel calls it on single float32 rows [n] (scalars for arrays of width 1),
+            padded with zeros to a power of two, which must not change the columns before the
+            padding; a TPU kernel calls it on blocks of rows [rows, n].
         arrays: At least one array [b, s, n], or a `ColumnView` of such an array. The sizes b, s and
             n may also be 1 (broadcast), and each array may have a width n of its own.
         exact: Whether the part contains no quantized matmul. `LazyActivation.value` computes an
@@ -171,7 +172,8 @@ class LazyActivation:
         Args:
             f: Called as `f(activation, *more)` along the last axis, for any number of leading axes.
                 Row i of its result may depend only on row i of its arguments. A kernel on a GPU
-                calls it on single float32 rows, padded with zeros to a power of two.
+                calls it on single float32 rows (scalars for arrays of width 1), padded with zeros
+                to a power of two, which must not change the columns before the padding.
             *more: Further arrays [b, s, n], any of whose axes may have size 1. Their row 0 meets
                 the first row of the activation.
 
@@ -198,7 +200,8 @@ class LazyActivation:
         Args:
             f: Called as `f(this, other)` along the last axis, for any number of leading axes. Row i
                 of its result may depend only on row i of its arguments. A kernel on a GPU calls it
-                on single float32 rows, padded with zeros to a power of two.
+                on single float32 rows, padded with zeros to a power of two, which must not change
+                the columns before the padding.
             other: An activation [b, s, n] with the shape of this one. Neither activation may read a
                 range of rows of a larger array (`from_array(rows=...)`), which would be ignored
                 without notice.
@@ -381,7 +384,8 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    """Casts rows and does nothing else (an encoder for `LazyActivation.encode`).
+    """Casts rows and does nothing else (with `dtype` bound, an encoder for
+    `LazyActivation.encode`).
 
     Args:
         dtype: The dtype of the output. Casts to FP8 saturate.
@@ -401,7 +405,7 @@ def row_amax(parts: Sequence[Float[Array, "..."]]) -> Float[Array, "..."]:
             with equal leading axes.
 
     Returns:
-        The maxima [..., 1], float32. A row with a NaN gives NaN.
+        The maxima [..., 1], float32, without a gradient. A row with a NaN gives NaN.
     """
     # Triton's maximum of floats ignores NaN. As integers, magnitudes have the same order, with NaN
     # above infinity.
@@ -539,14 +543,15 @@ def triton_kernel(
             columns first) to a tuple of outputs. Each is a list with one array per part, whose
             width is in a fixed ratio to that of the part, or with a single array, such as the scale
             of the row. The columns of each part come padded with zeros to a power of two, at least
-            `MIN_ROW_WIDTH`; the padding must not change the outputs for the columns of the row.
+            `MIN_ROW_WIDTH` (64); the padding must not change the outputs for the columns of the
+            row.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis, and all have one batch and one width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
         The outputs of the encoder, each one array [b, s, m], where s is the number of rows of all
-        activations together.
+        activations together, and m the width of the output without padding.
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu

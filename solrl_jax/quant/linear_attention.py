@@ -112,9 +112,10 @@ def linear_attention(
     q_b is the query at the same place in block b.
 
     Under sequence parallelism, the queries of each device read the sums over the keys of all
-    devices. BF16 inputs on a GPU run in one Triton kernel, if the sizes allow it (16, 32 or 64
-    features per head; not for the released variant or under sequence parallelism). Otherwise plain
-    JAX computes the same. Both have gradients with respect to q, k, v and m.
+    devices. With BF16 queries on a GPU, it is one Triton kernel, if each input is a single lazy
+    part of all its rows and the sizes allow it (16, 32 or 64 features per head; not for the
+    released variant or under sequence parallelism). Otherwise plain JAX computes the same. Both
+    have gradients with respect to q, k, v and m.
 
     Args:
         q: Queries [b, n, d] before their feature, heads side by side in d. n are all tokens of the
@@ -314,9 +315,9 @@ def with_gradient(
         counts: How many arrays each of these functions takes, in the order of `functions`.
 
     Returns:
-        A function `(mix, *arrays) -> attended values [b, n, d]`. `mix` is the mixing matrix [1,
-        blocks, blocks], and the arrays are those of q, then of k, then of v. It has gradients with
-        respect to all of them.
+        A function `(mix, *arrays) -> attended values [b, n, d]`. `mix` is the mixing matrix [1, m,
+        m], padded as `run_kernel` takes it, and the arrays are those of q, then of k, then of v. It
+        has gradients with respect to all of them; in the padding of `mix` they are arbitrary.
     """
     forward = shard_map_kernel(functools.partial(kernel, False))
     backward = shard_map_kernel(functools.partial(kernel, True))
@@ -372,7 +373,8 @@ def run_kernel(
 
     Returns:
         The attended values [b, n, d] in BF16. If `backward`, a tuple: the gradients of the mixing
-        matrix for each head [b, heads, m, m] in float32, and of q, k and v [b, n, d] in BF16.
+        matrix for each head [b, heads, m, m] in float32, whose padding is arbitrary, and of q, k
+        and v [b, n, d] in BF16.
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
@@ -438,7 +440,7 @@ class _Head:
 
     Attributes:
         index: The index of the head, from the program's place in the grid.
-        columns: The columns of this head [1, head_dim] in arrays that hold all heads.
+        columns: The indices of this head's columns [1, head_dim] in arrays that hold all heads.
         block_index: 0, 1, ... up to the padded number of blocks, an array.
         group_size: The number of tokens of a group: a block's tokens, rounded up to a power of two,
             within 16 to 64.

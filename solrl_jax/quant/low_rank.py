@@ -70,7 +70,7 @@ def _low_rank_matmul(
 
     JAX's own gradient of a BF16 matmul would round the gradient of the weight to BF16 once per
     micro-batch. The result would depend on how the rows are grouped into micro-batches, and small
-    contributions would be lost.
+    contributions would be lost. Gradient checkpointing knows `x @ a` by the name "matmul".
 
     Args:
         scale: alpha / rank, a Python number. It has no gradient.
@@ -95,7 +95,7 @@ def _low_rank_forward(scale, x, a, b):
 
     Returns:
         The result [rows, n_out], and the residuals for the backward pass: x, the inner result `x @
-        a` [rows, rank], a and b.
+        a` [rows, rank] (named "matmul" for gradient checkpointing), a and b.
     """
     inner = checkpoint_name(x @ a.astype(x.dtype), MATMUL)
     # The scale is applied to the small factor `b`: applied to the result, it would read and write

@@ -92,7 +92,7 @@ class NVFP4Tensor(QuantizedWithInput):
 
         Returns:
             A lazy activation [b, s, n_out] in the dtype of `x`, complete on every device of the
-            mesh axis `tensor`. Rows with a non-finite input value become NaN.
+            mesh axis `tensor`. Rows with a non-finite input value become NaN or infinite.
         """
         codes, scales, row_scale = x.encode(encode)
         y = block_scaled_dot(
@@ -156,7 +156,7 @@ def encode(parts: Sequence[Float[Array, "..."]]) -> tuple[list[Array], list[Arra
 
         The last part is first padded with zeros, so that the widths n_i add up to a multiple of 64.
         A row whose scale is at most 2^-117 has zero codes. A row with a NaN or an infinity has a
-        non-finite scale, so that its matmul is NaN.
+        non-finite scale, so that its matmul is not finite either.
     """
     scale = row_amax(parts) / (E4M3_MAX * E2M1_MAX)
     padding = -sum(x.shape[-1] for x in parts) % CONTRACTION_MULTIPLE
@@ -185,7 +185,8 @@ def scale_blocks(
 
     Returns:
         Float32 values [..., k], clipped to magnitudes up to 6, which a cast to E2M1 turns into
-        codes; and the block scales [..., k / 16], float8_e4m3fn. A NaN stays NaN.
+        codes; and the block scales [..., k / 16], float8_e4m3fn. A NaN stays NaN, but not in a
+        Triton kernel.
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
     usable = scale > SMALLEST_SCALE
@@ -241,12 +242,12 @@ def block_scaled_dot(
 ) -> Float[Array, "rows n_out"]:
     """Computes `(x * x_scales) @ (w * w_scales).T`, where a scale multiplies its block of 16 codes.
 
-    It accumulates in float32. On CUDA it is cuDNN's block-scaled matmul, elsewhere XLA multiplies
-    the codes by their scales first. The float32 scales of NVFP4 (per tensor or row) are not part of
-    it: callers apply them to the result.
+    It accumulates in float32. On Blackwell GPUs it is cuDNN's block-scaled matmul; on other devices
+    XLA multiplies the codes by their scales first. The float32 scales of NVFP4 (per tensor or row)
+    are not part of it: callers apply them to the result.
 
     Args:
-        x: Codes of the activations [rows, k], float4_e2m1fn.
+        x: Codes of the activations [rows, k], float4_e2m1fn. For CUDA, k is a multiple of 64.
         x_scales: The scale of each block of 16 codes of `x`, [rows, k / 16], float8_e4m3fn.
         w: Codes of the weight [n_out, k], outputs first, float4_e2m1fn.
         w_scales: The scale of each block of 16 codes of `w`, [n_out, k / 16], float8_e4m3fn.
@@ -320,7 +321,8 @@ def _xla_scaled_dot(
 def _cudnn_scaled_dot(
     dtype: DTypeLike, x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
-    """Computes the block-scaled matmul `(x * x_scales) @ (w * w_scales).T` by cuDNN.
+    """Computes the block-scaled matmul `(x * x_scales) @ (w * w_scales).T` by cuDNN, which XLA
+    emulates on GPUs older than Blackwell.
 
     Rows and outputs are padded with zeros to multiples of 128 for cuDNN, and the padding is cut
     from the result. XLA would pad, too, but copy the whole result.

@@ -46,7 +46,7 @@ def shard_tokens(
     start: int = 0,
 ) -> tuple[Any, Any]:
     """Runs the blocks of a network with the tokens of latents sharded over the mesh axis
-    `sequence`.
+    `sequence`. Without a mesh, or if the axis has size 1, it only calls `f`.
 
     Args:
         f: A function `f(shared, x, rotation, text)` that returns (tokens, text): as many tokens as
@@ -117,7 +117,7 @@ def replicate_tokens(x: Float[Array, "b ..."]) -> Float[Array, "b ..."]:
 
     Args:
         x: An array with one entry per sample. The sharding of the samples is left to the
-            partitioner.
+            partitioner; all other axes are replicated over the whole mesh.
 
     Returns:
         `x` with a sharding constraint; `x` itself if the mesh axis has size 1 or there is no mesh.
@@ -179,8 +179,9 @@ def tokens_to_pairs(x: Float[Array, "pairs n ..."]) -> Float[Array, "own tokens 
         x: The tokens of this device for all pairs [pairs, n, ...].
 
     Returns:
-        All tokens for the pairs of this device [own, tokens, ...]. If the number of pairs is not a
-        multiple of the number of devices, the first pairs are repeated at the end.
+        All tokens for the pairs of this device [own, tokens, ...], which are consecutive. If the
+        number of pairs is not a multiple of the number of devices, the first pairs are repeated at
+        the end.
     """
     return jax.lax.all_to_all(_repeat(x), SEQUENCE, split_axis=0, concat_axis=1, tiled=True)
 

@@ -63,9 +63,9 @@ class ImageEncoder(nnx.Module):
 def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
     """Opens the LAION aesthetic predictor. An image is rated about 1 to 10; prompts have no effect.
 
-    The image is resized and center-cropped to the square input of OpenAI's CLIP ViT-L/14. The
-    rating is an affine function of its embedding, normalized to length 1. Missing files of the
-    CLIP are downloaded from the Hugging Face hub.
+    The image is rounded to 8 bits, resized with Pillow's bicubic kernel and center-cropped to the
+    square input of OpenAI's CLIP ViT-L/14. The rating is an affine function of its embedding,
+    normalized to length 1. Missing files of the CLIP are downloaded from the Hugging Face hub.
 
     Args:
         paths: The setting `reward.paths`: where the files are, by key. Both keys are optional.

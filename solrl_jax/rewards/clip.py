@@ -85,9 +85,9 @@ def pickscore(paths: Mapping[str, str]) -> NetworkReward:
     """Opens PickScore v1 (arXiv 2305.01569), a CLIP ViT-H/14 fine-tuned on human preferences.
 
     The score of an image and its prompt, about 0.8, is the cosine of their embeddings times
-    `exp(logit_scale) / 26`. Images of any size are resized with Pillow's bicubic kernel and
-    center-cropped to a square. Prompts are cut after 77 tokens. Missing files are downloaded from
-    the Hugging Face hub.
+    `exp(logit_scale) / 26`. Images of any size are rounded to 8 bits, resized with Pillow's bicubic
+    kernel and center-cropped to a square. Prompts are cut after 77 tokens. Missing files are
+    downloaded from the Hugging Face hub.
 
     Args:
         paths: The setting `reward.paths`: where the files are, by key. Each entry is a directory or

@@ -52,7 +52,7 @@ class DividedScoring:
     Images arrive in chunks, one call of `add` per chunk, in order. Each host scores the rows of a
     chunk that are on its own devices, with its own worker processes. For rewards that compare the
     images of a group, each host scores whole groups instead. `finish` returns the scores of all
-    hosts to every host.
+    hosts to every host. `divided_scoring` makes it.
     """
 
     def __init__(self, shares: list[Share], count: int) -> None:
@@ -114,7 +114,9 @@ class DividedScoring:
                  for further scores of a reward, "REWARD/OTHER"; NaN for images without a score.
               2. The number of images that each reward could not score, by the name of the reward;
                  0 for one that scored all.
-              3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}.
+              3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}, and
+                 the seconds that each host waited, as "REWARD/seconds_waited" (`Scoring.usage`);
+                 all are sums over the hosts.
 
         Raises:
             RewardError: On every host, if on any host a call failed and `HostRewards.skip` is
@@ -206,6 +208,7 @@ class SampleScoring:
 
         Returns:
             A tuple of three dicts, as those of `DividedScoring.finish`, with one score per sample.
+            The second counts frames, not samples, for rewards that get frames of clips.
 
         Raises:
             RewardError: As `DividedScoring.finish` does.

@@ -18,7 +18,7 @@ def sample_frames(clips: Float[Array, "b T H W 3"], count: int) -> Float[Array, 
     Args:
         clips: The clips.
         count: The number of frames of each clip, 1 to T. 1: the first frame. More are equally
-            spaced from the first to the last.
+            spaced from the first to the last, with indices rounded to integers.
 
     Returns:
         The frames as images, `b * count`, those of the first clip first.

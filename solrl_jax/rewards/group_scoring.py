@@ -76,10 +76,10 @@ class GroupScoring:
         """Returns the scores of the whole series. To be called after the last image was added.
 
         Returns:
-            NumPy arrays [images] by the name of the score: the name of each groupwise reward,
-            "NAME/OTHER" for its other scores and, if any of these scores has a weight, "reward" for
-            their weighted sum. Images of a group that is still incomplete are missing at the end.
-            {} if no group was scored.
+            NumPy arrays [images], the same in every process, by the names that the reward's `score`
+            returns. For a weighted sum these are the name of each groupwise reward, "NAME/OTHER"
+            for its other scores and, if any score has a weight, "reward" for the sum. Images of a
+            group that is still incomplete are missing at the end. {} if no group was scored.
         """
         return {name: np.concatenate(parts) for name, parts in self._scores.items()}
 

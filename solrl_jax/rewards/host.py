@@ -54,16 +54,17 @@ Answer = dict[str, Float[np.ndarray, " n"]]
 class RewardError(RunError):
     """A reward outside JAX failed, and the run stops.
 
-    The message is one line with the name of the reward, the reason and a prompt of the failed call.
+    `Scoring` raises it in the process of the run (with several hosts, `DividedScoring.finish` on
+    all of them). The message is one line with the name of the reward, the reason and a prompt of
+    the failed call.
     """
 
 
 class Failure(Exception):
     """A call of a reward's function returned no scores, or not all of them.
 
-    It is raised in a worker process: by the function, such as a judge's, or by the checks of what
-        it
-    returned. `_call` turns it into a `Returned`. The message says why in one line.
+    In a worker process it is raised by the function, such as `http` or a judge's, or by the checks
+    of what it returned, and `_call` turns it into a `Returned`. The message says why in one line.
 
     Attributes:
         scores: The scores of those images (or pairs) that have one, with NaN for the others: n
@@ -540,10 +541,10 @@ def score_gray_images(host: HostRewards, prompts: Sequence[Prompt], size: Sequen
     Args:
         host: The rewards outside JAX, and the number, timeout and treatment of failures of their
             worker processes.
-        prompts: The prompts. Each gets one gray image (all values 0.5), or two if any reward
-            compares images. All of them are held in memory at once.
-        size: Height and width of the images in pixels, and the number of frames of clips. Rewards
-            of whole clips get such clips, the others their first frames.
+        prompts: The prompts. Each gets one gray image or clip (all values 0.5), or two if any
+            reward compares images. All of them are held in memory at once.
+        size: (height, width) of the images in pixels, or (height, width, number of frames) of
+            clips, which rewards of whole clips need. The other rewards get single images.
 
     Raises:
         RewardError: If a call failed and failures are not skipped, or if 32 calls of one reward in

@@ -41,7 +41,8 @@ def http(
 ) -> Float[np.ndarray, " n"]:
     """Asks a service for scores, in one POST request. Runs in a worker process.
 
-    If the service does not answer, or answers with the status 429, 502, 503 or 504, the request is
+    The body is {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}. If
+    the service does not answer, or answers with the status 429, 502, 503 or 504, the request is
     repeated with growing pauses (see `session`). Redirects are not followed.
 
     Args:

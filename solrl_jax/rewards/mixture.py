@@ -29,11 +29,12 @@ def mixture(
 ) -> Reward:
     """Makes one reward of several: its "reward" is the weighted sum of their scores.
 
-    It also returns every score of the parts: the reward of a part under the name of the part,
-    another score as "part/score". The scores of a part are NaN for samples of which it has read a
-    non-finite value, and so is the sum if one of these scores has a weight. Rewards outside JAX and
-    groupwise rewards cannot be computed in the same program: they are only kept in the fields
-    `host` and `group` of the result, and the caller scores them and adds them with `add_total`.
+    Its `score` also returns every score of the parts: the reward of a part under the name of the
+    part, another score as "part/score". The scores of a part are NaN for samples of which it has
+    read a non-finite value, and so is the sum if one of these scores has a weight. Rewards outside
+    JAX and groupwise rewards cannot be computed in the same program: they are only kept in the
+    fields `host` and `group` of the result, and the caller scores them and adds them with
+    `add_total`.
 
     Args:
         weights: The weights of the scores of `parts`, by name ("part" or "part/score"). Scores
@@ -52,10 +53,10 @@ def mixture(
     Returns:
         A reward. Its `params` and what its `prepare` returns are dicts by the name of the part (for
         `prepare` also of the parts of `group`). Its `inputs` are those of the parts if they agree,
-        "both" if they differ, and "images" without parts. Its field `is_sum` is set. Its
-        `check` also calls the checks of `host` and `group`. Its `check`, `prepare` and `score`
-        raise InputError with the name of the part if that of a part raises or returns arrays of a
-        wrong form.
+        "both" if they differ, and "images" without parts. Its field `is_sum` is set, and `clips` if
+        any part gets whole clips; `others` is empty, and `differentiable` false. Its `check` also
+        calls the checks of `host` and `group`. Its `check`, `prepare` and `score` raise InputError
+        with the name of the part if that of a part raises or returns arrays of a wrong form.
 
     Raises:
         ValueError: If there are no parts, no `host` and no `group`.

@@ -121,7 +121,8 @@ def score_in_parts(
             image.
         params: The parameters of the networks, by name, passed on to `score`.
         images: Images [b, H, W, 3] in [0, 1]. The number b is a multiple of the devices of
-            the current mesh (`jax.set_mesh`).
+            the current mesh (`jax.set_mesh`), whose axes `sequence` and `tensor` have size 1.
+            Without a mesh there is one device.
         prepared: A pytree of arrays with one row per image: the prepared prompt of each.
 
     Returns:

@@ -334,7 +334,7 @@ def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
             are not clips and `reward.clips` is set (latents are not checked); or if `reward.score`
-            returns no scores of the required names and shapes.
+            returns no scores of the required names and shapes (TypeError if one is no array).
         InputError: If `reward` is a weighted sum (`mixture`), in place of these errors and of those
             that the code of a part raises.
     """
@@ -366,7 +366,7 @@ def score_frames(reward: Reward, params: Any, inputs: Any, rows: Any, frames: in
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
             are not clips and `reward.clips` is set (latents are not checked); or if `reward.score`
-            returns no scores of the required names and shapes.
+            returns no scores of the required names and shapes (TypeError if one is no array).
     """
     assert reward.score is not None
     inputs, rows, count = _sample_inputs(reward, inputs, rows, frames)

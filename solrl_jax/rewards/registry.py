@@ -150,7 +150,8 @@ class OpenedRewards:
     def load(self, mesh: Mesh | None) -> Rewards:
         """Reads the parameters of the rewards inside JAX, once each, and sums all rewards.
 
-        No worker process starts. Every process of a run must call it.
+        In a plan the parameters of networks are abstract. No worker process starts. Every process
+        of a run must call it.
 
         Args:
             mesh: The mesh for the parameters. None: networks are loaded on JAX's default device,
@@ -223,9 +224,9 @@ class OpenedRewards:
             watched: The names of scores that are computed without a weight.
 
         Returns:
-            The sum (`mixture`). Its own `score` is that of the rewards inside JAX that score each
-            image alone; its field `group` is the sum of the groupwise ones; its field `host` has
-            the rewards outside JAX. Each is None if there are no such rewards. A reward outside JAX
+            The sum (`mixture`). Its own `score` is that of the rewards inside JAX that are not
+            groupwise; its field `group` is the sum of the groupwise ones; its field `host` has the
+            rewards outside JAX. Each is None if there are no such rewards. A reward outside JAX
             must return its own `others` and all of its scores in `weights` and `watched`.
         """
         scores = (*weights, *watched)
@@ -298,17 +299,18 @@ def open_rewards(
             the rewards in `settings.weights` must have one. None: they need not.
 
     Returns:
-        The arguments and, by name, a `Reward` or `HostReward` for each reward that a score in
-        `settings.weights`, `settings.eval_only` or `explore` belongs to. A name decides its kind:
-        "judge" and "judge-NAME" are judges, other names in `REWARDS` rewards of the package,
-        "http://..." and "https://..." services, and any other name a user's function
+        The first three arguments and, by name, a `Reward` or `HostReward` for each reward that a
+        score in `settings.weights`, `settings.eval_only` or `explore` belongs to. A name decides
+        its kind: "judge" and "judge-NAME" are judges, other names in `REWARDS` rewards of the
+        package, "http://..." and "https://..." services, and any other name a user's function
         ("module:function") or an entry point of an installed package.
 
     Raises:
         InputError: If a reward cannot be opened: its name is unknown, its options are not accepted,
             its function cannot be imported or called, a package that it needs is not installed, the
             address of its service is no URL, files of its network are missing or do not fit its
-            configuration, or the question of a judge cannot be used. Also if a reward in
+            configuration, or the question of a judge cannot be used. Also if `reward.paths` or
+            `reward.options` has a key that is not known or not used, if a reward in
             `reward.weights` has no gradient and must have one, or if `reward.frames` is above 1
             although a reward of images compares candidates or all rewards get whole clips.
         PermissionError: If a parent of the directory of a judge's cache may not be searched.

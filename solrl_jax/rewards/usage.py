@@ -11,9 +11,10 @@ _counts: collections.Counter[str] = collections.Counter()
 def count(name: str, amount: float = 1) -> None:
     """Adds to a counter of what the running call of a reward's function costs.
 
-    For functions that worker processes call. The counts of a call are returned with its scores, and
-    summed per iteration as the metric "reward_cost/REWARD/NAME", or per evaluation as
-    "eval/reward_cost/REWARD/NAME". Outside of worker processes nothing reads or resets them.
+    For functions that worker processes call. The counts of a call are returned with its scores
+    (those of a call whose process is ended are lost), and summed per iteration as the metric
+    "reward_cost/REWARD/NAME", or per evaluation as "eval/reward_cost/REWARD/NAME". Outside of
+    worker processes nothing reads or resets them.
 
     Args:
         name: The name of the counter, e.g. "requests".

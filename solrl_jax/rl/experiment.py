@@ -174,8 +174,9 @@ class Experiment:
         Args:
             steps: The number of solver steps, at least 1. The full schedule has
                 `rollout.num_steps`.
-            noise_start: The first step of the full schedule, counted from 0, that adds noise, if
-                `rollout.noise_level` is above 0. None: no step does.
+            noise_start: The first step of the full schedule, counted from 0, of the
+                `rollout.sde_window_size` (None: all) that add noise, if `rollout.noise_level` is
+                above 0. None: no step does.
 
         Returns:
             The schedule, as arrays on the host.
@@ -283,11 +284,13 @@ class Experiment:
 
         Embeddings come from the cache of prompts on disk (`model.prompt_cache_dir`) if that has
         them; otherwise, or without a cache, this loads the text encoders, leaves them loaded, and
-        writes to the cache, if there is one. Every process of a run must call it with the same
+        writes to the cache, if there is one. With a cache, the first call may also read the weight
+        files of the text encoders, to hash them. Every process of a run must call it with the same
         arguments.
 
         Args:
-            prompts: The prompts, as text or with metadata for the reward, at least one. They are
+            prompts: The prompts, as text or with metadata for the reward, at least one. They get
+                the instruction of `model.instruction`, if it is set, before them, and are
                 padded or cut to `model.max_sequence_length` tokens.
             reward: The reward that will score images of these prompts. None: they will not be
                 scored.
@@ -348,12 +351,13 @@ def build(config: Config, *, force: bool = False) -> Experiment:
 
     First come the checks that load nothing, then the rewards are loaded, then the model is opened
     and checked against the configuration, and its weights are loaded last. Also imports the
-    functions that the configuration names outside the package, may download models, files of
-    rewards and prompts from the hub, and opens the connections between the devices of all hosts,
-    whose processes must have called `hosts.initialize` before. All rewards are tried with one
-    prompt of each set: those inside JAX are traced; those outside it start their workers and score
-    a gray image, for which judges and services get requests. Every process of a run must call it
-    with the same arguments.
+    functions that the configuration names outside the package (and appends the working directory to
+    `sys.path` for them), may download models, files of rewards and prompts from the hub, and opens
+    the connections between the devices of all hosts, whose processes must have called
+    `hosts.initialize` before. All rewards are tried with one prompt of their set at each image
+    size: those inside JAX are traced; those outside it start their workers and score a gray image,
+    for which judges and services get requests. Every process of a run must call it with the same
+    arguments.
 
     Args:
         config: The configuration, in which "auto" need not be resolved. Where `train.num_prompts`
@@ -378,7 +382,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         PermissionError: If a parent of the folder of a cache (of prompts or of a judge) may not be
             searched.
         RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
-            "stop". It is a RunError.
+            "stop"; with "skip", a line goes to standard error instead. It is a RunError.
         RunError: If another process of the run gives no answer.
     """
     model = config.model
@@ -548,7 +552,8 @@ def _check_scoring(
 
     Raises:
         InputError: If the tracing fails; the message names the size.
-        RewardError: If a call outside JAX fails and `reward.on_failure` is "stop".
+        RewardError: If a call outside JAX fails and `reward.on_failure` is "stop"; with "skip", a
+            line goes to standard error instead.
     """
     for part in filter(None, (reward, reward.group)):
         if part.score is None:

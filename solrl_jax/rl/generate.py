@@ -114,9 +114,10 @@ class Samples:
 
     Attributes:
         latents: The clean latents that the samples end at, float32.
-        scores: The scores by name, one number per sample. The weighted sum, with the weights of the
-            reward that scored them, has the name "reward". Samples that could not be scored have
-            NaN. Empty if nothing was scored.
+        scores: The scores by name ("NAME" of a reward, "NAME/OTHER" of its further scores), one
+            number per sample. The weighted sum, with the weights of the reward that scored them,
+            has the name "reward". Samples that could not be scored have NaN. Empty if nothing was
+            scored.
         images: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], float32. None unless
             they were asked for.
         states: The intermediate latents for objectives that train on solver steps, float32: those
@@ -131,7 +132,7 @@ class Samples:
             score, also 0; of clips, each scored frame counts. Empty without such rewards.
         usage: What rewards outside JAX cost, by "REWARD/COUNTER": the sum of each counter that a
             reward reports, such as requests or tokens, and for these rewards also
-            "REWARD/seconds_waited", the seconds that the run waited for it. Empty if no reward
+            "REWARD/seconds_waited", the seconds that all hosts together waited for it. Empty if no
             reports a counter.
     """
 
@@ -208,7 +209,8 @@ def prepare(
 
     Embeddings come from the backbone's cache of prompts on disk if that has them; otherwise, or
     without a cache, this loads the text encoders, leaves them loaded, and writes to the cache, if
-    there is one. Every process of a run must call it with the same arguments.
+    there is one. With a cache, the first call may also read the weight files of the text encoders,
+    to hash them. Every process of a run must call it with the same arguments.
 
     Args:
         backbone: The model, with its tokenizers, text encoders and cache of prompts.
@@ -276,10 +278,11 @@ def generate(
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
-            the scores of these samples are NaN. It is a RunError.
+            the scores of these samples are NaN, a line per reward goes to standard error, and the
+            error comes once 32 calls of a reward in a row fail. It is a RunError.
         RunError: If there are rewards outside JAX and another process gives no answer.
         InputError: If the code of a reward inside JAX raises or returns no scores.
-        ValueError: While compiling, if the network does not support the size of the latents, or has
+        ValueError: While tracing, if the network does not support the size of the latents, or has
             no FP8 attention and a segment asks for it.
         IndexError: If `seed_batch` is empty.
     """
@@ -344,7 +347,7 @@ def generate(
 
 
 def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> tuple[Segment, ...]:
-    """Copies the arrays of schedules to every device.
+    """Copies the arrays of schedules to every device. Every process must call it.
 
     Args:
         segments: The segments whose schedules are copied.
@@ -363,7 +366,8 @@ def _place_schedules(segments: tuple[Segment, ...], mesh: jax.sharding.Mesh) -> 
 
 
 def place_samples(x: Array | np.ndarray, count: int, mesh: jax.sharding.Mesh) -> Array:
-    """Pads an array to a number of samples and shards the samples over a mesh.
+    """Pads an array to a number of samples and shards the samples over a mesh. Every process must
+    call it.
 
     Args:
         x: An array with one row per sample, 1 to `count` rows, equal in every process.
@@ -392,7 +396,7 @@ def _sample_parts(
     A part is what all devices sample at once: `sampler.chunk` samples per device, where the devices
     along the mesh axes `sequence` and `tensor` count as one because they work on the same samples.
     For scoring, these devices hold samples of their own, so as many parts as there are devices
-    along these two axes are scored together.
+    along these two axes are scored together. Every process must call it.
 
     Args:
         backbone: The networks, and the mesh that they sample on.
@@ -531,7 +535,10 @@ def _fetch_chunk(
 
     Raises:
         RewardError: If an earlier call of a reward outside JAX has failed and `reward.on_failure`
-            is "stop". With several processes, `scoring.finish` raises it instead.
+            is "stop", or was the 32nd in a row. With several processes, `scoring.finish` raises it
+            instead.
+        InputError: If the code of a reward that compares candidates inside JAX raises or returns no
+            scores.
     """
     if scoring is not None:
         assert chunk.host_inputs is not None
@@ -557,7 +564,7 @@ def _join_chunks(chunks: list[_Chunk], count: int) -> _Chunk:
 
 @partial(sharding.jit, static_argnums=1)
 def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Array, "b ..."]:
-    """Draws the initial noise of each seed, sharded over the devices of the ambient mesh.
+    """Draws the initial noise of each seed, divided over `data` and `fsdp` of the ambient mesh.
 
     Args:
         seeds: The seeds: the two words of a key each.

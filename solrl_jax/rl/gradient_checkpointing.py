@@ -57,9 +57,9 @@ def open_for_training(
 
     Raises:
         InputError: If the model does not support a size of images in training or evaluation, or the
-            configured attention; if `mesh.sequence` does not divide its tokens; and, with "auto",
-            if a pattern of the trained parameters matches none. Errors of `open_pipeline` pass
-            through.
+            FP8 attention of `rollout.explore`; if `mesh.sequence` does not divide its tokens; and,
+            with "auto", if a pattern of the trained parameters matches none. Errors of
+            `open_pipeline` pass through.
     """
     # "auto" is never "none": on a GPU, writing and reading what lies between two matmuls takes
     # longer than computing it again.
@@ -168,7 +168,7 @@ def _conditioning(pipeline: Pipeline, batch_size: int, config: Config) -> Any:
     """Returns the shapes of the embeddings of some prompts, found by tracing the text encoders.
 
     Args:
-        pipeline: The tokenizers and text encoders. No weight is loaded.
+        pipeline: Its tokenizers are read from disk; its text encoders are only traced.
         batch_size: The number of prompts, which is the leading axis of the shapes.
         config: `model.max_sequence_length` is the number of tokens per prompt, and
             `rollout.precision` the dtype of the text encoders.

@@ -120,8 +120,9 @@ def iterate(
     `state` stays usable. The result does not depend on the devices or the chunk size, up to
     rounding.
 
-    The first iteration of an image size may also sample from the base, for exploration options that
-    measure. Encoding the prompts may load text encoders and write to the cache of prompts.
+    The first iteration with an image size and a level may also sample from the base, for
+    exploration options that measure. Encoding the prompts may load text encoders and write to the
+    cache of prompts.
 
     Args:
         experiment: The parts of the run that do not change.
@@ -132,8 +133,8 @@ def iterate(
             explored. 0 is as configured; larger ones are more faithful.
         progress: Called with a phase ("explore", "regenerate", "targets" for objectives that train
             on reward gradients, or "update"), its number of samples and the number of further
-            samples that are done; with 0 when the phase starts. What it raises ends the iteration.
-            The default reports nothing.
+            samples that are done; with 0 when the phase starts (in the last two, only then). What
+            it raises ends the iteration. The default reports nothing.
 
     Returns:
         The new state, on the devices, and the metrics and the ledger of the iteration.
@@ -142,8 +143,8 @@ def iterate(
         InputError: If the number of the iteration is not from 1 to 2**31 - 1, if the prompts cannot
             be encoded, or if the code of a reward inside JAX raises or returns no scores.
         IndexError: If the explorer has no such level.
-        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
-            RunError.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop", or with "skip"
+            if 32 calls of it in a row fail. It is a RunError.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
@@ -266,22 +267,23 @@ def make_samplers(
     """Makes the samplers of exploration and of regeneration.
 
     Exploration is sampled with a quantized copy of the policy, which this allocates on the devices.
-    It is freed with the sampler. The first call may also sample from the base, for exploration
-    options that measure. Every process of a run must call it.
+    It is freed with the sampler. The first call with a setting may also sample from the base, for
+    exploration options that measure. Every process of a run must call it.
 
     Args:
         experiment: The experiment of the iteration.
         old: The trainable parameters by path of the old policy, which both phases sample from.
         setting: The format and the number of steps of exploration.
-        noise_start: The first step of the full schedule, counted from 0, that adds noise, if
-            `rollout.noise_level` is above 0.
+        noise_start: The first step of the full schedule, counted from 0, of the
+            `rollout.sde_window_size` (None: all) that add noise, if `rollout.noise_level` is above
+            0.
 
     Returns:
         The sampler of exploration and that of regeneration. The one whose samples are trained on
         (that of exploration if nothing is regenerated) records the states that the objective trains
         at. Where both phases have the same first steps (`continued_steps`), exploration keeps the
-        latents after them, and the regeneration has only the steps that follow. Its caller gives it
-        these latents as the noise.
+        latents after them, and the regeneration has only the steps that follow. The caller must
+        give it these latents as the noise.
 
     Raises:
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
@@ -316,7 +318,8 @@ def policy_batch(
     values: Float[np.ndarray, "p k"],
     advantage: Float[np.ndarray, "p k"],
 ) -> PolicyBatch:
-    """Puts the kept samples on every device, in the order in which they are trained on.
+    """Puts the kept samples on every device, in the order in which they are trained on. Every
+    process of a run must call it.
 
     For an objective that trains on pairs, the best sample of a prompt is followed by the worst, the
     second best by the second worst, and so on; both get the seed of the better one, so that they
@@ -401,8 +404,8 @@ def reward_metrics(
     Returns:
         Floats by name:
 
-        * "pool/SCORE", "kept/SCORE": The mean of each score over all candidates, and over the
-          samples in `kept` of usable prompts.
+        * "pool/SCORE", "kept/SCORE": The mean of each score ("reward" is the weighted sum) over all
+          candidates, and over the samples in `kept` of usable prompts.
         * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
         * "size/height", "size/width": The size of the images in pixels; "size/frames": the number
           of frames, for clips.
@@ -498,12 +501,12 @@ def ledger_columns(
     Returns:
         Columns by name. Those with one entry per candidate, prompt by prompt: "prompt" (list of
         text), "prompt_uid" (uint32), "candidate" (the index within the prompt), "seed" (uint64),
-        "proxy_reward", "rank" (within the prompt, by `selection.ranking`; 0 is the best), "kept"
-        (bool, False for all candidates of a prompt that is not usable), and "regenerated_reward"
-        and "advantage", masked float32 arrays whose entries of candidates that were not kept are
-        masked. Single values that hold for all: "precision" and "steps" of the exploration,
-        "policy_revision" (the iteration, whose sync made the policy that explored), and None for
-        "regenerated_reward" if nothing is regenerated.
+        "proxy_reward" (`selection.proxy`, float32), "rank" (within the prompt, by
+        `selection.ranking`; 0 is the best), "kept" (bool, False for all candidates of a prompt that
+        is not usable), and "regenerated_reward" and "advantage", masked float32 arrays whose
+        entries of candidates that were not kept are masked. Single values that hold for all:
+        "precision" and "steps" of the exploration, "policy_revision" (the iteration, whose sync
+        made the policy that explored), and None for "regenerated_reward" if nothing is regenerated.
     """
     proxy = selection.proxy
     chosen = selection.chosen

@@ -1,4 +1,4 @@
-"""Refuses a run whose largest arrays cannot fit into memory, before anything is loaded.
+"""Refuses a run whose largest arrays cannot fit into memory, before the model's weights are loaded.
 
 The sizes are computed from shapes alone and are lower bounds: a run that is refused here cannot
 work. A run that passes may still not fit, which `solrl plan` finds out by compiling it. That takes
@@ -46,7 +46,7 @@ class _Request:
             the message. None: it is not for images.
         memory: The bytes of memory that there are, which must not be exceeded.
         owner: Whose memory it is, for the message: "this host" or "a device".
-        most: The largest value that takes more memory than smaller ones. None: every value does.
+        most: The value from which on the memory does not grow. None: it grows with every value.
     """
 
     field: str

@@ -51,8 +51,8 @@ class Pools:
         prompts: The text of each prompt, one for each row of the arrays.
         true: The rewards after regeneration, in the training precision with all steps: one row per
             prompt, one column per candidate. NaN where a candidate has none.
-        proxies: By exploration setting, the rewards of the same candidates after exploration, in
-            the shape of `true`.
+        proxies: By exploration setting, the rewards of the same candidates after exploration
+            (`rollout.explore.reward`, if the run has it), in the shape of `true`.
     """
 
     prompts: Sequence[str]
@@ -157,8 +157,8 @@ def explore_and_regenerate(
             layers are excluded; if the prompts cannot be encoded; or if the code of a reward inside
             JAX raises or returns no scores.
         KeyError: If the format of a setting is not in `quant.formats.FORMATS`.
-        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
-            RunError.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop", or with "skip"
+            if 32 calls of it in a row fail. It is a RunError.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses the cache of prompts, or another process gives no answer.
@@ -249,8 +249,8 @@ def pool_rewards(
         One row per prompt, one column per candidate. NaN where a candidate could not be scored.
 
     Raises:
-        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
-            RunError.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop", or with "skip"
+            if 32 calls of it in a row fail. It is a RunError.
         RunError: If there are rewards outside JAX and another process gives no answer.
         InputError: If the code of a reward inside JAX raises or returns no scores.
     """

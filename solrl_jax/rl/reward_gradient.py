@@ -2,10 +2,10 @@
 
 Decoder and reward networks are functions of JAX, so the gradient is one `jax.grad`. It is a program
 of its own between regeneration and update, so that its memory does not add to that of the update:
-a device differentiates up to four images (or tiles) at a time if together they have at most
-`MAX_PIXELS` pixels, otherwise one, or a clip in chunks of latent frames, and
-`network.IMAGES_PER_DEVICE` images of a reward network. The backward pass evaluates decoder and
-reward networks again, and the decoder of a clip in chunks twice.
+a device differentiates up to four images (or tiles) at a time, of together at most `MAX_PIXELS`
+pixels, but at least one, or a clip in chunks of latent frames, and `network.IMAGES_PER_DEVICE`
+images of a reward network. The backward pass evaluates decoder and reward networks again, and the
+decoder of a clip in chunks twice.
 """
 
 import dataclasses

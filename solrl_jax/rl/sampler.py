@@ -35,7 +35,7 @@ def make_schedule(
     Returns:
         The schedule, as arrays on the host. One with fewer steps than the full schedule adds the
         noise that a seed has on the full one between the same sigmas. One with more steps draws
-        other noise.
+        other noise, and `noise_start` counts its own steps.
     """
     return Schedule.from_config(
         rollout,

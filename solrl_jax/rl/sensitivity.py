@@ -1,8 +1,8 @@
 """Measures how much quantizing each group of linear layers affects the ranking of candidates.
 
-A group is a module of the blocks, in all blocks together (`attn`, `ff`), or a linear layer outside
-of the blocks. The error of a quantized matrix is a poor guide: the layers that embed the timestep
-have small errors, but they affect every token.
+A group is a module of the blocks, in all blocks together (`attn`, `ff`), or the linear layers
+outside of the blocks whose paths have the same first part. The error of a quantized matrix is a
+poor guide: the layers that embed the timestep have small errors, but they affect every token.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ class Sensitivity:
 
     Attributes:
         group: The name of the group: a module of the blocks between slashes, such as "/attn/", or
-            the first part of the path of a layer outside of the blocks, such as "proj_out/".
+            the first part of the path of any other layer, such as "proj_out/" (`group_of`).
         linears: The number of linear layers in it. Each layer of a stack counts as one.
         share: The fraction of all multiplications per token that is in these layers, in [0, 1].
         spearman: The rank correlation of explored and regenerated rewards with only this group
@@ -40,10 +40,12 @@ class Sensitivity:
 
 
 def group_of(path: str) -> str:
-    """Returns the group of a linear layer: the module of the blocks that it belongs to.
+    """Returns the group of a linear layer: the module of the blocks that it belongs to, or the
+    first part of its path if this does not end in "blocks".
 
-    The name is a part of the paths of this group and of no other, so that it can stand in
-    `model.quantization.modules_to_not_convert`.
+    The name is a part of all paths of this group, so that it can stand in
+    `model.quantization.modules_to_not_convert`. Outside of the blocks it may also be a part of
+    other paths: "proj_out/" of FLUX.1 is in `single_transformer_blocks/proj_out/kernel`, too.
 
     Args:
         path: The path of the layer's kernel, parts joined by "/".
@@ -51,8 +53,8 @@ def group_of(path: str) -> str:
     Returns:
         The name. "/attn/" for `transformer_blocks/attn/to_q/kernel`, and also for
         `transformer_blocks/0-3/attn/to_q/kernel`, where a part of the blocks is named by a number
-        or a range. For a layer outside of the blocks, the first part of the path: "proj_out/" for
-        `proj_out/kernel`.
+        or a range. "proj_out/" for `proj_out/kernel`, and "layers/" for all blocks of Z-Image in
+        `layers`.
     """
     first, *others = path.split("/")
     if not first.endswith("blocks"):
@@ -93,8 +95,8 @@ def measure(
         RunError: If the correlation without quantization is defined for no prompt, for example
             because the rewards of all candidates of each prompt are equal. Also if the disk refuses
             the cache of prompts, or another process gives no answer.
-        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". It is a
-            RunError.
+        RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop", or with "skip"
+            if 32 calls of it in a row fail. It is a RunError.
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX raises or
             returns no scores.
         FileNotFoundError: If the directory of a tokenizer is missing.
@@ -160,7 +162,7 @@ def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: floa
 
     Returns:
         The names of the groups that are not quantized, such as "/attn/" or "proj_out/", sorted: a
-        value for `model.quantization.modules_to_not_convert`.
+        value for `model.quantization.modules_to_not_convert`, with `min_width_ratio` 0.
     """
     # An infinite loss sorts last and never fits, whereas a NaN has no place in an order.
     loss = {
@@ -178,7 +180,7 @@ def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: floa
 
 def table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> str:
     """Formats the results for a terminal: a line for "nothing" quantized, one line per group, then
-    the proposed setting.
+    the proposed settings.
 
     Args:
         exact: The Spearman correlation with nothing quantized.
@@ -187,7 +189,8 @@ def table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> s
 
     Returns:
         The lines, joined by line feeds. The line of a group has its number of linear layers, its
-        share of the multiplications in percent and its Spearman correlation.
+        share of the multiplications in percent and its Spearman correlation; the last line has
+        `skip` and `min_width_ratio=0` as overrides of the configuration.
     """
     lines = [f"{'nothing':<24}{'':>36}spearman {exact:.3f}"]
     for g in groups:

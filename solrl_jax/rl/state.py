@@ -84,8 +84,7 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
 
     Args:
         lora: The LoRA section of the configuration: `path` is a LoRA file or directory on disk, or
-            None;
-            `rank` and `alpha` are those that the file must have; with `skip_text_encoders`,
+            None; `rank` and `alpha` are those that the file must have; with `skip_text_encoders`,
             adapters of text encoders in the file are ignored, otherwise they are an error.
         adapted: The paths of the parameters that have an adapter in the run.
         table: The network's parameters with their names in released files

@@ -129,12 +129,11 @@ def update(
     Each sample is trained at `config.num_train_sigmas` sigmas of its schedule, drawn without
     replacement from its seed: noised anew to that sigma, with noise from its seed, or (for
     objectives that train on transitions) at the recorded step that starts there, where only steps
-    that add noise are drawn;
-    or, for objectives that train on reward gradients, at the one recorded state. Each such pair of
-    a sample and a sigma is a term of the loss. The terms are divided among the optimizer steps,
-    each of which minimizes their mean. Terms of samples of weight 0 do not count, and neither do
-    those of a micro-batch whose loss or gradient is not finite: the mean is over the other terms.
-    Every process of a run must call it.
+    that add noise are drawn, or (for those that train on reward gradients) at the one recorded
+    state. Each such pair of a sample and a sigma is a term of the loss. The terms are divided among
+    the optimizer steps, each of which minimizes their mean. Terms of samples of weight 0 do not
+    count, and neither do those of a micro-batch whose loss or gradient is not finite: the mean is
+    over the other terms. Every process of a run must call it.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -381,7 +380,8 @@ def _join_adapter_sum(total: Sum, adapters: dict[str, Adapter]) -> dict[str, Ada
     receives the other parts.
 
     Args:
-        total: The sums by path, whose arrays have one row per group of devices.
+        total: The sums by path (compensated, `parallel.sums`), whose arrays have one row per group
+            of devices.
         adapters: The adapters by path, which give the shapes of the gradients.
 
     Returns:
@@ -395,7 +395,8 @@ def _join_array_sum(total: Sum, arrays: dict[str, Array], mesh: Mesh) -> dict[st
     """Gathers the sums of the gradients of arrays that are trained in full.
 
     Args:
-        total: The sums by path, flat arrays that are divided over all devices.
+        total: The sums by path (compensated, `parallel.sums`), flat arrays that are divided over
+            all devices.
         arrays: The trained arrays by path, which give the shapes of the gradients.
         mesh: The mesh of the run.
 

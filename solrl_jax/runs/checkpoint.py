@@ -53,7 +53,10 @@ T = TypeVar("T")
 
 
 class CheckpointError(Exception):
-    """A checkpoint cannot be used. The message is one line with its path and the reason."""
+    """A checkpoint cannot be used. The message is one line with its path and the reason.
+
+    `verify`, `meta_of` and `restore` raise it. `newest_usable` then tries the next older one.
+    """
 
 
 def candidates(root: RunPath) -> list[RunPath]:
@@ -109,8 +112,9 @@ def iteration_of(path: RunPath) -> int | None:
 def intact(root: RunPath) -> Iterator[RunPath]:
     """Yields the checkpoints in `root` that are intact as far as a quick check sees, newest first.
 
-    The check compares the names and sizes of all files, and the contents of those of at most 1 MiB
-    (`verify` with `contents=False`). Each checkpoint is checked when the iterator reaches it.
+    The check compares the names and sizes of all files and, unless in an object store, the contents
+    of those of at most 1 MiB (`verify` with `contents=False`). Each checkpoint is checked when the
+    iterator reaches it; one that fails is left out.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing is yielded.
@@ -127,8 +131,8 @@ def intact(root: RunPath) -> Iterator[RunPath]:
 def rank_by_reward(root: RunPath) -> list[RunPath]:
     """Lists the checkpoints that were saved with an evaluation, the highest held-out reward first.
 
-    The reward is the "eval/reward" in the checkpoint's metadata. Checkpoints without it, and those
-    that a quick check (`intact`) finds damaged, are left out.
+    The reward is the "eval/reward" in the checkpoint's metadata. Checkpoints where it is missing or
+    None, and those that a quick check (`intact`) finds damaged, are left out.
 
     Args:
         root: The directory of checkpoints. It need not exist.
@@ -525,8 +529,8 @@ def _read_header(path: RunPath) -> dict[str, Any]:
 def orbax() -> tuple[Any, Any]:
     """Imports `orbax.checkpoint` and `etils.epath` at the first call, because the import is slow.
 
-    The first call also keeps orbax's own error logs (of absl, asyncio and its threads) from the
-    terminal, because its errors are raised and reported here anyway.
+    From the first call on, the process drops what orbax logs at any level (through absl and
+    asyncio) and the errors of its closed event loops, because its failures are raised anyway.
 
     Returns:
         The modules `orbax.checkpoint` and `etils.epath`, in this order.

@@ -52,14 +52,14 @@ def begin(
         root: The directory of checkpoints. It is created if necessary.
         iteration: The number of complete iterations, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
-        meta: JSON values by name. Those of the first process are saved.
+        meta: JSON values by name, without NaN and infinity. Those of the first process are saved.
         keep: The number of newest intact checkpoints that are kept afterwards, at least one. None:
             no checkpoint is removed, and `best` has no effect.
         best: The number of checkpoints with the highest "eval/reward" that are kept beside them.
 
     Returns:
-        The second half, a function without arguments. Call it once, in any thread. It returns the
-        path of the checkpoint when all of it is on the disk.
+        The second half, a function without arguments. Call it once, in any thread, before the next
+        save begins. It returns the path of the checkpoint when all of it is on the disk.
 
     Raises:
         RunError: If the disk refuses; both halves raise it. The message names the last checkpoint.
@@ -114,7 +114,8 @@ def describe(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str,
     Args:
         iteration: The number of complete iterations.
         arrays: The arrays of the state, by key path. Their shapes and dtypes are described.
-        meta: JSON values by name, which are saved with the state.
+        meta: JSON values by name, which are saved with the state. A checkpoint with NaN or infinity
+            in them could not be read.
 
     Raises:
         TypeError: If JSON cannot represent `meta`.
@@ -155,7 +156,7 @@ def start_writing(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Copies this process's shards to the host, and starts to write the copies to a directory.
 
-    When this returns, the arrays may be overwritten or donated.
+    Every process of a run calls this. When it returns, the arrays may be overwritten or donated.
 
     Args:
         folder: An existing, empty directory: one for all processes, or one of each process. In the
@@ -285,7 +286,8 @@ def _remove_leftovers(root: Path) -> None:
         root: The directory of checkpoints. It must exist.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If one of them cannot be removed.
+        OSError: If the directory cannot be read.
     """
     for path in list(root.iterdir()):
         is_replaced = (

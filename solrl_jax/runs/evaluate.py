@@ -44,11 +44,11 @@ class Evaluation:
         errors: The standard error of each mean: the standard deviation of the finite values divided
             by the root of their number. NaN if there are none, 0 for a single one.
         scores: The score of each image, float [p, m], not finite where it failed.
-        failed: For each reward outside JAX, by its name, the number of images that it could not
-            score.
+        failed: For each reward outside JAX, by its name, the number of images (of clips, of scored
+            frames) that it could not score, also 0.
         usage: What the rewards outside JAX cost: the sum of each of their counters
-            (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests". Empty if nothing
-            was counted.
+            (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests", and with these
+            "REWARD/seconds_waited". Empty if nothing was counted.
     """
 
     means: dict[str, float]
@@ -86,9 +86,9 @@ def evaluate(
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
-        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
-            run stops then, if the disk refuses the cache of prompts, or if another process gives no
-            answer.
+        RunError: If a reward outside JAX fails while `reward.on_failure` is "stop", or 32 times in
+            a row (RewardError); if the disk refuses the cache of prompts, or if another process
+            gives no answer.
     """
     config = experiment.config.eval
     prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -114,10 +114,10 @@ def describe_evaluation(experiment: Experiment) -> str:
 
     Returns:
         The line, e.g. "64 prompts (sha256 0123456789ab) x 1 images of 512 x 512; euler, 40 steps,
-        guidance 3.5, bf16, seed 0". The size is width x height in pixels. The hash is the beginning
-        of the SHA-256 of the evaluated prompts, each followed by a line feed. A solver that adds
-        noise in training is followed by "without noise", and a `true_cfg_scale` other than 1 is
-        named after the guidance.
+        guidance 3.5, bf16, seed 0". The size is width x height in pixels; clips read "clips of 17
+        frames of 832 x 480". The hash is the beginning of the SHA-256 of the evaluated prompts,
+        each followed by a line feed. A solver that adds noise in training is followed by "without
+        noise", and a `true_cfg_scale` other than 1 is named after the guidance.
     """
     config = experiment.config.eval
     rollout = experiment.config.rollout
@@ -235,9 +235,9 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
-        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
-            run stops then, if the disk refuses the cache of prompts, or if another process gives no
-            answer.
+        RunError: If a reward outside JAX fails while `reward.on_failure` is "stop", or 32 times in
+            a row (RewardError); if the disk refuses the cache of prompts, or if another process
+            gives no answer.
     """
     num_images = experiment.config.eval.num_grid_images
     per_prompt = min(4, num_images)
@@ -328,9 +328,9 @@ class LargestDifferences:
             InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
             FileNotFoundError: If the directory of a tokenizer is missing.
             PermissionError: If a folder of the cache of prompts may not be searched.
-            RunError: If a reward outside of JAX fails (RewardError) and the configuration says that
-                the run stops then, if the disk refuses the cache of prompts, or if another process
-                gives no answer.
+            RunError: If a reward outside JAX fails while `reward.on_failure` is "stop", or 32 times
+                in a row (RewardError); if the disk refuses the cache of prompts, or if another
+                process gives no answer.
         """
         config = experiment.config.eval
         prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
@@ -388,9 +388,9 @@ def pool_images(
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
-        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
-            run stops then, if the disk refuses the cache of prompts, or if another process gives no
-            answer.
+        RunError: If a reward outside JAX fails while `reward.on_failure` is "stop", or 32 times in
+            a row (RewardError); if the disk refuses the cache of prompts, or if another process
+            gives no answer.
     """
     experiment = experiment.for_iteration(iteration)
     config = experiment.config
@@ -489,7 +489,7 @@ def _generate_grid(
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
 ) -> ImageGrid:
-    """Generates and scores a grid of evaluation images.
+    """Generates and scores a grid of evaluation images. Every process of a run must call it.
 
     Args:
         experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
@@ -505,9 +505,9 @@ def _generate_grid(
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
-        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
-            run stops then, if the disk refuses the cache of prompts, or if another process gives no
-            answer.
+        RunError: If a reward outside JAX fails while `reward.on_failure` is "stop", or 32 times in
+            a row (RewardError); if the disk refuses the cache of prompts, or if another process
+            gives no answer.
     """
     samples = _generate(experiment, adapters, prompts, seeds, keep_images=True)
     return ImageGrid.from_samples(prompts, samples)
@@ -523,11 +523,13 @@ def _generate(
 ) -> Samples:
     """Generates and scores evaluation images, without noise in the solver.
 
+    Every process of a run must call it.
+
     Args:
         experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
             are used.
         adapters: The trainable parameters of the policy by path.
-        prompts: The p prompts, which are encoded and scored.
+        prompts: The p prompts, which are encoded as by `evaluate`, for scoring too.
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
         progress: Called with the number of images of each batch when it has been queued on the
             devices.
@@ -540,9 +542,9 @@ def _generate(
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
-        RunError: If a reward outside of JAX fails (RewardError) and the configuration says that the
-            run stops then, if the disk refuses the cache of prompts, or if another process gives no
-            answer.
+        RunError: If a reward outside JAX fails while `reward.on_failure` is "stop", or 32 times in
+            a row (RewardError); if the disk refuses the cache of prompts, or if another process
+            gives no answer.
     """
     config = experiment.config
     reward = experiment.evaluation_reward

@@ -87,8 +87,8 @@ class Request:
         size: Height and width in pixels, each 1 to 16,384; for video models, the number of
             frames may follow. None: that of `latents`, or of the run's evaluation, or the model's
             default, which also gives a number of frames that is missing.
-        latents: The initial noise, float32 [N, C, h, w], or [N, C, t, h, w] for clips, instead of
-            noise from `seed`. None: drawn from the seed.
+        latents: The initial noise of the N prompts, float32 [N, C, h, w], or [N, C, t, h, w] for
+            clips (an array of NumPy, JAX or PyTorch on the CPU). None: drawn from `seed`.
         lora: A LoRA file, or a directory of PEFT; only for a model. None: no LoRA.
         precision: The number format of all steps: "bf16", "fp32", "int8", "fp8", "nvfp4" or "auto",
             the fastest that the device runs natively.
@@ -99,7 +99,8 @@ class Request:
         vae_tile_size: The side in pixels of the tiles that the autoencoder decodes, a multiple of
             the pixels per latent pixel (`Pipeline.compression`). None: the run's, or whole images.
         batch_size: The largest number of images that a device generates at once, at least 1.
-        checkpoint: The checkpoint of a run: "latest", "best" or the number of an iteration.
+        checkpoint: The checkpoint of a run: "latest", "best" (of the highest held-out reward) or
+            the number of an iteration. A model accepts "latest" alone.
     """
 
     __pydantic_config__ = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -364,7 +365,7 @@ def _image_size(
     Returns:
         (height, width), or (height, width, frames) of clips: that of `latents` if they are given,
         else `request.size`, else that of the run's evaluation, or without a run the model's
-        default.
+        default. The last two also give a number of frames that `request.size` lacks.
 
     Raises:
         InputError: If the model does not support the size, if a side is above `MAX_SIDE` (16,384)
@@ -527,9 +528,11 @@ def _load_backbone(
         request: The arguments of the user, of which `instruction` and `vae_tile_size` are used. If
             one is None, that of the run is used, or none.
         config: The configuration of the run, whose prompt cache and precision of the decoder are
-            used. None: a model directory, which has no prompt cache.
-        pipeline: The opened model, whose weights are loaded.
-        precision: The dtype of the transformer: "bf16" or "fp32".
+            used. None: a model directory, which has no prompt cache and whose autoencoder computes
+            in the dtype that it needs, or in `precision`.
+        pipeline: The opened model, whose weights are loaded; those of text encoders only when a
+            prompt is encoded that is not in the cache.
+        precision: The dtype of the transformer and the text encoders: "bf16" or "fp32".
 
     Returns:
         The networks with their parameters, and the mesh of all devices.

@@ -13,9 +13,9 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
 
     There are two kinds of warning, and a score gets at most one of them:
 
-    * it has fallen since the first evaluation that has both scores;
-    * it has risen since then, but not above its highest earlier value, though the trained reward
-      has risen since that.
+    * it has fallen since the first evaluation that has both scores, while the trained reward rose;
+    * it rose from the first evaluation to its highest one, and is not above this now, though the
+      trained reward has risen since the highest one.
 
     A score has risen or fallen if the change is larger than its standard error, which combines
     those of the two evaluations. The second kind was tried on the evaluations of the 16 runs of

@@ -133,7 +133,7 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
 
 
 def write_config(folder: RunPath, config: Config) -> None:
-    """Makes an existing directory the run directory of `config`.
+    """Makes an existing directory the run directory of `config`. One process of a run calls it.
 
     Creates an empty directory `checkpoints` in it if there is none, then writes `config.yaml`,
     which replaces an older one.

@@ -208,8 +208,8 @@ def read_moving_grid(
         longest_side: The longest side of a frame in pixels. Larger frames are shrunk.
 
     Returns:
-        A pair. First the clips in the order of the grid, each a list of RGB images of Pillow; []
-        if there is no moving grid. Then the seconds for which each of these frames is shown.
+        A pair. First the clips in the order of the grid, each a list of RGB images of Pillow. Then
+        the seconds for which each of these frames is shown. [] and 0 if there is no moving grid.
 
     Raises:
         InputError: If either file is damaged, or they do not belong together.

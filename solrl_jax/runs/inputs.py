@@ -43,11 +43,13 @@ def hash_inputs(
     Returns:
         Hashes of 16 hexadecimal digits by name:
           * "prompts": the training prompts with their metadata, in order;
-          * "instruction";
-          * "weights/COMPONENT": for every component of the model whose directory exists;
+          * "instruction": its text, also if it is None;
+          * "weights/COMPONENT": for every component of the model (`_weight_folders`) whose
+            directory exists;
           * "code/MODULE:FUNCTION": the source file of the objective and of every reward that
             training depends on, if they are outside of the package and the file exists;
-          * "question/NAME": for every judge that training depends on.
+          * "question/NAME": the question of every judge that training depends on, by its name as a
+            reward, e.g. "judge".
         Training depends on the rewards that are trained on or rank candidates.
 
     Raises:
@@ -113,7 +115,7 @@ def _describe(config: Config, name: str) -> str:
             "weights/COMPONENT", "code/MODULE:FUNCTION" or "question/NAME".
 
     Returns:
-        The text up to "has" or "have"; the caller adds what happened to the input.
+        The text up to and with "has" or "have"; the caller adds what happened to the input.
     """
     kind, _, detail = name.partition("/")
     if kind == "prompts":

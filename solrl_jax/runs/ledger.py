@@ -61,7 +61,8 @@ def path_of(root: RunPath, iteration: int) -> RunPath:
 
     Args:
         root: The directory of the ledger.
-        iteration: The number of the iteration. It is written with at least six digits.
+        iteration: The number of the iteration, which becomes `iteration-NNNNNN.parquet`, with at
+            least six digits.
     """
     return root / f"iteration-{iteration:06d}.parquet"
 
@@ -69,7 +70,7 @@ def path_of(root: RunPath, iteration: int) -> RunPath:
 def write(root: RunPath, iteration: int, columns: Mapping[str, Any]) -> RunPath:
     """Writes the candidates of one iteration to a file, one row each, in the order given.
 
-    An existing file of the iteration is replaced.
+    An existing file of the iteration is replaced. One process of a run calls it.
 
     Args:
         root: The directory of the ledger. It is created if necessary.

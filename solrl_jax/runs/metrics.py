@@ -140,7 +140,7 @@ class Metrics:
 
     It is a context manager, which only one process of a run enters. Entering it opens the outputs
     and reads the rows of an earlier start; those after the iteration that the run resumes from are
-    dropped.
+    dropped, also from the file in the run directory.
 
     Attributes:
         rows: All rows up to now, in order: dicts of "iteration" and the values by name, None where
@@ -333,7 +333,8 @@ def _stored_record(path: StorePath, rows: Sequence[Mapping[str, Any]]) -> Iterat
     """Opens `metrics.jsonl` in an object store (gs://, s3://), as a context manager.
 
     Args:
-        path: The file. An existing one is replaced.
+        path: The file, in a run directory that this process has taken over
+            (`files.exclusive_lock`). An existing one is replaced.
         rows: The rows that the new file begins with, dicts of "iteration" and values by name.
 
     Yields:
@@ -398,11 +399,11 @@ def _weights_and_biases(run_dir: RunPath) -> Iterator[Log]:
     run has the name of the directory. What `run.log` and `run.finish` raise passes unchanged.
 
     Args:
-        run_dir: The run directory, which stores the id of the run in `wandb-id.txt`. If it is in a
-            store, the files of Weights & Biases are in `wandb` in the working directory.
+        run_dir: The run directory, which has the id of the run in `wandb-id.txt` and the files of
+            Weights & Biases in `wandb`; these are in the working directory if it is in a store.
 
     Yields:
-        A function (iteration, values by name) that sends a row.
+        A function (iteration, values by name) that hands over a row, which is sent later.
 
     Raises:
         InputError: If Weights & Biases is not installed or cannot start.

@@ -40,8 +40,9 @@ class License(NamedTuple):
     Attributes:
         license: The identifier that the hub has for the license, e.g. "apache-2.0"; "other" for a
             license without one.
-        license_name: The name of the license if `license` is "other".
-        license_link: The address of its text if `license` is "other".
+        license_name: The name of the license, for one without an identifier. None: the card of the
+            base model has none.
+        license_link: The address of its text, or None as for `license_name`.
     """
 
     license: str

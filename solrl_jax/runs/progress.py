@@ -131,8 +131,8 @@ class TerminalProgress:
             done: The number of them that are done since the last call.
 
         Raises:
-            KeyboardInterrupt: After a signal. If the run has several processes, only where a phase
-                begins, so that all stop together.
+            KeyboardInterrupt: After a signal. If the run has several processes, only in calls with
+                `done` 0, so that all stop together.
         """
         if self._is_interrupted(between_phases=not done):
             raise KeyboardInterrupt

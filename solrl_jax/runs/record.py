@@ -83,17 +83,18 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
 
     Returns:
         JSON values by name:
-          * "solrl_jax", "python" and "packages": versions;
+          * "solrl_jax", "python" and "packages": versions, the last a dict by name (`PACKAGES`);
           * "devices" (e.g. "8 x NVIDIA H100"), "hosts" (their number), "mesh" (sizes by axis);
           * "exploration": a dict with "precision" (as configured), "format" (the one that it stands
             for here), "native" (whether the devices have units for it), "options" (class names of
             the active options) and "means" (a phrase for people);
           * "evaluation": one line with prompts, images, solver, guidance, precision and seed;
           * "gradient_checkpointing": what the gradient recomputes: "none", "matmuls" or "blocks";
-          * "parameters": their number by component;
-          * "adapted", "trained_in_full" and "quantized": lists of parameter paths, e.g.
-            "blocks/attn/to_q/kernel";
-          * "linears": number and bytes of all linear layers and of the quantized ones;
+          * "parameters": their number by component, e.g. "transformer" or "vae";
+          * "adapted", "trained_in_full" and "quantized" (by exploration): lists of parameter paths,
+            e.g. "blocks/attn/to_q/kernel";
+          * "linears": number and bytes of all linear layers and of the quantized ones, before and
+            after quantization (`quantized_layers.totals`);
           * "started_after_iteration": `done`.
     """
     config = experiment.config
@@ -144,7 +145,8 @@ def draw_pools(
     """Writes `pictures/pool-NNNNNN.png`: the best and the worst kept candidates of an iteration.
 
     The grid has one row per prompt and phase ("explored" and, if the kept candidates are
-    regenerated, "regenerated"). The caption of an image is its phase and reward. The images are
+    regenerated, "regenerated"). The caption of an image is its phase and reward; the file also
+    stores its "prompt", "candidate", "phase" and "right" (`ImageGrid.marks`). The images are
     generated again from the seeds of the candidates. Clips are also written as a moving grid, with
     the ending ".webp". Every process calls this; the first one writes.
 
@@ -162,8 +164,8 @@ def draw_pools(
         iteration: The number of the iteration, from 1.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
-            fails and the configuration says that the run stops then.
+        RunError: If the disk refuses, or if a reward outside JAX, which scores the images too,
+            fails while `reward.on_failure` is "stop".
         InputError: If the code of a reward inside JAX fails.
     """
     exploration = experiment.explorer.settings[exploration_level]

@@ -177,8 +177,8 @@ class HtmlReport:
     def refresh(self, *, last: bool = False) -> str | None:
         """Writes the report, unless it is too soon.
 
-        It is too soon if all refreshes, with one more like the last, would take more than 1 %
-        (`MAX_TIME_FRACTION`) of the time since this object was created.
+        It is too soon if all refreshes, with one more like the last (at first 1.5 seconds), would
+        take more than 1 % (`MAX_TIME_FRACTION`) of the time since this object was created.
 
         Args:
             last: Whether the run ends here. The report is then written in any case, and no longer
@@ -315,11 +315,14 @@ def _read_plan(path: Path) -> dict[str, Any]:
         path: A file with the JSON of `solrl plan PRESET --json`.
 
     Returns:
-        A dict with the plan's entries "preset", "device", "devices", "hosts", "exploration",
-        "rollout", "naive_scaling" and "fits" (None if absent), "usable" and "seconds" as floats,
-        and "phases": for each phase a list of its name; its roofline seconds; the seconds if only
-        matmuls, only attention, only memory or only links between devices limited it (a list of
-        four); and its peak memory in bytes.
+        A dict with the plan's entries, unchanged and None if absent: "preset", "device" (its kind),
+        "devices" (per host), "hosts", "exploration" (the format, as a sentence), "rollout" (the
+        seconds of the phases that sample), "naive_scaling" (a dict of "seconds" and "rollout" for a
+        run that explores in the training precision) and "fits" (bool). Also "usable" (bytes of
+        memory per device) and "seconds" (of an iteration) as floats, and "phases": for each phase
+        one list of its name; its roofline seconds; four numbers, the seconds if only matmuls, only
+        attention, only memory or only links between devices limited it; and its peak memory in
+        bytes.
 
     Raises:
         InputError: If the file cannot be read or is no plan.
@@ -600,10 +603,11 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Lists the figures of the page: evaluated scores, fixed ones, then what rewards cost.
 
-    The evaluated scores are the metrics of any run that have a standard error; the score of a
-    single trained reward is left out, because it equals "reward". The fixed figures (`_FIGURES`:
-    rewards of explored and kept samples, rank correlations, the update, times) are listed even if
-    no run has the metric. The costs are the metrics "reward_cost/REWARD/COUNTER".
+    The evaluated scores are the metrics of any run that have a standard error. A score that one
+    of the runs trains on alone is left out for all, because there it is "reward" up to its
+    weight. The fixed figures (`_FIGURES`: rewards of explored and kept samples, rank correlations,
+    the update, times) are listed even if no run has the metric. The costs are the metrics
+    "reward_cost/REWARD/COUNTER".
 
     Args:
         runs: One dict per run from `_describe_run`: the names in "metrics", "trained" and "watched"

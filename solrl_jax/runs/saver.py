@@ -45,9 +45,9 @@ class Saver:
         Args:
             iteration: The number of complete iterations, which names the directory.
             state: A pytree of jax arrays, such as `TrainState`. Random keys are not accepted.
-            meta: JSON values by name that are saved with the state. Those of the first process
-                count. `meta["evaluation"]["eval/reward"]` decides which checkpoints are the best;
-                one without it is never among them.
+            meta: JSON values by name, without NaN and infinity, that are saved with the state.
+                Those of the first process count. `meta["evaluation"]["eval/reward"]` decides which
+                checkpoints are the best; one without it is never among them.
 
         Raises:
             RunError: If the disk refused the previous save, which is then not retried, or refuses

@@ -53,14 +53,14 @@ def begin(
             directory around it (`files.exclusive_lock`).
         iteration: The number of complete iterations, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
-        meta: JSON values by name. Those of the first process are saved.
+        meta: JSON values by name, without NaN and infinity. Those of the first process are saved.
         keep: The number of newest intact checkpoints that are kept afterwards, at least one. None:
             no checkpoint is removed, and `best` has no effect.
         best: The number of checkpoints with the highest "eval/reward" that are kept beside them.
 
     Returns:
-        The second half, a function without arguments. Call it once, in any thread. It returns the
-        path of the checkpoint when all of it is in the store.
+        The second half, a function without arguments. Call it once, in any thread, before the next
+        save begins. It returns the path of the checkpoint when all of it is in the store.
 
     Raises:
         RunError: If the store or the disk of the staging directory refuses; both halves raise it.

@@ -121,7 +121,8 @@ class _Run:
                 are recorded as null. "iteration" is added.
 
         Raises:
-            RunError: In all processes, if the disk refuses.
+            RunError: In all processes, if the disk refuses. An error of Weights & Biases passes as
+                it is in the first one, and is a RunError in the others.
         """
         hosts.on_first(lambda: self.metrics.log(self.done, row))
 
@@ -154,10 +155,11 @@ def run(
 
     Every process of a run calls this with the same arguments. The run directory is created if
     necessary and locked for this process (`.lock`). Functions outside the package that the
-    configuration names are imported, and missing files of models, rewards and prompt sets are
-    downloaded from the hub. Once all input has been accepted, `config.yaml` and `run.json` are
-    written to the directory, then per iteration a row of `metrics.jsonl` and a file in `ledger/`,
-    and now and then checkpoints and images (`pictures/`).
+    configuration names are imported, missing files of models, rewards and prompt sets are
+    downloaded from the hub, and rewards are tried, for which judges and services get requests. Once
+    all input has been accepted, `config.yaml` and `run.json` are written to the directory, and rows
+    and ledger files after the checkpoint are dropped. Then follow per iteration a row of
+    `metrics.jsonl` and a file in `ledger/`, and now and then checkpoints and images (`pictures/`).
 
     If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
     function returns. If it fails, that iteration is saved too (except after Diverged) and the error
@@ -168,7 +170,8 @@ def run(
             directory. If it asks for more prompts than there are, the run takes all that there are,
             and a line says so; `config.yaml` then has the reduced numbers.
         progress: The output in the terminal, entered as a context manager by the caller.
-        profile: Numbers of the iterations to trace, from 1. They must not be complete yet.
+        profile: Numbers of the iterations, from 1, to trace to `profile/`. They must not be
+            complete yet.
         html_report: Whether `report.html` is kept up to date, in at most 1 % of the time.
         force: Whether to go on in three cases that are otherwise an InputError: input files
             (prompts, instruction, base weights, plug-ins, questions of judges) have changed since
@@ -367,10 +370,12 @@ def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -
 def _train(this: _Run) -> None:
     """Runs the iterations from `this.done + 1` to the last: trains, records, evaluates and saves.
 
-    Before them, exploration is calibrated and prompts are encoded if necessary, and the policy is
-    evaluated if that is due and not recorded yet. Each iteration writes its file of the ledger and
-    its metrics, even if its evaluation fails, and refreshes the HTML report. One with an evaluation
-    also writes images of its candidates, unless `eval.num_grid_images` is 0.
+    Every process calls this. First, prompts are encoded and exploration is calibrated if necessary,
+    and the policy is evaluated if that is due and not recorded yet. Each iteration writes its file
+    of the ledger and its metrics, even if its evaluation fails, and refreshes the HTML report. One
+    with an evaluation also writes images of its candidates, unless `eval.num_grid_images` is 0.
+    Checkpoints are saved as `_checkpoint_is_due` says, but not after an iteration that could not
+    learn.
 
     Args:
         this: The run. `state` and `done` are always those of the last complete iteration, also
@@ -379,7 +384,7 @@ def _train(this: _Run) -> None:
     Raises:
         KeyboardInterrupt: After a signal, between batches or iterations.
         Diverged: If the parameters are not finite, or nothing could be learned too often.
-        InputError: If the prompts cannot be encoded.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         RunError: If the disk refuses, or another part of the run fails.
     """
     config = this.config
@@ -453,9 +458,10 @@ def _train(this: _Run) -> None:
 def _prepare(this: _Run) -> None:
     """Encodes the prompts that the rest of the run needs, and calibrates exploration if necessary.
 
-    With a prompt cache, the prompts that it lacks (the empty one too) are encoded and the text
-    encoders are freed. Without one, prompts are encoded later, when they are needed. Exploration is
-    calibrated, for every image size, only if its options need it and iterations are left.
+    Every process calls this. With a prompt cache, the training, test and calibration prompts that
+    it lacks (the empty one too) are encoded and the text encoders are freed. Without one, prompts
+    are encoded later, when they are needed. Exploration is calibrated, for every image size, only
+    if its options need it and iterations are left.
 
     Args:
         this: The run. Its experiment's prompt cache and calibrated quantizers and schedules are
@@ -526,7 +532,8 @@ def _choose_exploration_level(this: _Run) -> int:
     """Chooses the precision and number of steps that the next iteration explores with.
 
     If the cheap rewards of exploration have ranked candidates too badly, a more faithful setting is
-    chosen. Prints a line if it differs from that of the last iteration.
+    chosen; if they have ranked well for long, a less faithful one is tried again (`next_setting`).
+    Prints a line if it differs from that of the last iteration.
 
     Args:
         this: The run. The rank correlations ("fidelity/spearman") and settings ("fidelity/level")
@@ -564,8 +571,9 @@ def exploration_history(
         num_settings: The number of exploration settings; an index is valid below it.
 
     Returns:
-        For each iteration from 1 on, ascending, a pair: the index of its setting, and the rank
-        correlation of its explored and regenerated rewards ("fidelity/spearman"; NaN if unknown).
+        For each iteration from 1 on that has such a row, ascending, a pair: the index of its
+        setting, and the rank correlation of its explored and regenerated rewards
+        ("fidelity/spearman"; NaN if unknown).
     """
     rows_by_iteration = {}
     for row in rows:
@@ -614,11 +622,13 @@ def _all_advantages_are_zero(candidates: Mapping[str, Any]) -> bool:
 def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
     """Ends a run whose trained parameters are not finite, or that has learned nothing too often.
 
+    Every process calls this.
+
     Args:
         this: The run, after the iteration.
         row: The metrics of the iteration by name, from which the message names the first phase
-            without finite values ("kept/spread" and "pool/reward" may be NaN, and
-            "unusable_prompts" may be all).
+            without finite values ("kept/spread" and "pool/reward" may be NaN, "unusable_prompts"
+            may be all, and "skipped_micro_batches" tells a loss from a gradient of the reward).
         failures: The number of iterations in a row, up to this one, from which nothing could be
             learned. Three (`MAX_FAILED_ITERATIONS`) end the run; after its last iteration, one
             does.
@@ -651,6 +661,8 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
 @jax.jit
 def _is_finite(state: TrainState) -> jax.Array:
     """Whether all values of a state, and the sum of squares of each of its arrays, are finite.
+
+    Every process calls this.
 
     Args:
         state: The training state, which is not donated.
@@ -688,7 +700,8 @@ def _recorded_evaluation(this: _Run) -> Row:
             later start has evaluated has two.
 
     Returns:
-        The values whose names begin with "eval/", by name; {} if there is no such evaluation.
+        The values whose names begin with "eval/", by name, None where one was not finite; {} if
+        there is no such evaluation.
     """
 
     def find() -> Row:
@@ -704,9 +717,9 @@ def _recorded_evaluation(this: _Run) -> Row:
 def _evaluate(this: _Run) -> Row:
     """Scores the EMA policy on the test prompts and prints the means.
 
-    Also writes a grid of images to `pictures/` unless `eval.num_grid_images` is 0, and warns if
-    a score that is not trained on falls or stops rising while the trained reward rises
-    (`runs.hacking`).
+    Also writes a grid of images to `pictures/` unless `eval.num_grid_images` is 0, and prints a
+    warning if a score that is not trained on falls or stops rising while the trained reward rises
+    (`runs.hacking`). Every process calls this.
 
     Args:
         this: The run, whose EMA `state.ema` is evaluated. Its earlier metrics are read
@@ -714,10 +727,10 @@ def _evaluate(this: _Run) -> Row:
 
     Returns:
         The values to record, by name (they are not recorded here):
-          * "eval/NAME" and "eval/NAME/standard_error": the mean of each score over all images
-            ("reward", the weighted sum, and every single one);
-          * "eval/reward_failures/NAME": for each reward outside of JAX, the number of images that
-            it could not score;
+          * "eval/NAME" and "eval/NAME/standard_error": the mean of each score over the images where
+            it is finite ("reward", the weighted sum, and every single one), and its error;
+          * "eval/reward_failures/NAME": for each reward outside of JAX, the number of images (of
+            clips, of scored frames) that it could not score;
           * "eval/reward_cost/NAME/COUNTER": what it cost, e.g. "eval/reward_cost/judge/requests";
           * "eval/hacking": 1 if there was a warning, else 0; only if there are scores that are not
             trained on.
@@ -725,8 +738,8 @@ def _evaluate(this: _Run) -> Row:
     Raises:
         KeyboardInterrupt: After a signal.
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
-        RunError: If the disk refuses, or a reward outside JAX fails and the configuration says that
-            the run stops then.
+        RunError: If the disk refuses, or a reward outside JAX fails while `reward.on_failure` is
+            "stop".
     """
     config = this.config
     progress = this.progress
@@ -758,16 +771,16 @@ def _evaluate(this: _Run) -> Row:
 def _save_grid(this: _Run) -> None:
     """Writes images of fixed test prompts and seeds to `pictures/iteration-NNNNNN.png`.
 
-    They are images of the EMA policy, with one row per prompt and the prompt as caption. Clips are
-    also written as a moving grid, with the ending ".webp". Every process calls this; the first one
-    writes.
+    They are images of the EMA policy, with one row per prompt and the prompt as caption. The file
+    stores the facts "prompt" and "right" (`ImageGrid.marks`) of each. Clips are also written as a
+    moving grid, with the ending ".webp". Every process calls this; the first one writes.
 
     Args:
         this: The run. `eval.num_grid_images` must not be 0.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
-            fails and the configuration says that the run stops then.
+        RunError: If the disk refuses, or if a reward outside JAX, which scores the images too,
+            fails while `reward.on_failure` is "stop".
     """
     grid = sample_grid(this.experiment, this.state.ema)
     columns = grid.images.shape[1]
@@ -789,8 +802,7 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
     """Whether the state is saved after `done` iterations.
 
     It is after the last one, every `run.checkpoint_every` iterations, and, if `run.keep_best` is
-    above 0, after every evaluation. (After an iteration that could not learn, the caller saves
-    nothing all the same.)
+    above 0, after every evaluation.
 
     Args:
         config: The configuration, of which `train.iterations`, `run.checkpoint_every`,
@@ -805,7 +817,7 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
 def _save(this: _Run) -> None:
     """Starts to save the state after iteration `this.done`, with its evaluation if there is one.
 
-    Waits for the previous save; the rest happens in a thread.
+    Every process calls this. Waits for the previous save; the rest happens in a thread.
 
     Args:
         this: The run. Its state, its number of iterations and its input hashes are saved.
@@ -826,7 +838,8 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
     """Saves the last complete iteration after an interruption or a failure, and prints a line.
 
     Nothing is saved if no iteration is complete, if the stop was within an update (which deletes
-    the arrays of the state), or after Diverged, whose state must not be continued from.
+    the arrays of the state), or after Diverged, whose state must not be continued from. After a
+    failure, this waits for any save in progress. Every process calls this.
 
     Args:
         this: The run, with the state of its last complete iteration.
@@ -837,8 +850,8 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
 
     Raises:
         RunError: If the state cannot be saved after an interruption. After a failure, an error of
-            the save is only printed, unless it is the failure itself (the same message) or an
-            earlier save had failed.
+            the save is only printed, unless it is the failure itself (the same message). Also if
+            nothing is saved after a failure, and an earlier save, still in progress, fails.
     """
     interrupted = isinstance(cause, KeyboardInterrupt)
     what = "interrupted" if interrupted else "failed"
@@ -881,8 +894,8 @@ def _save_before_after(this: _Run) -> None:
             trained model.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside of JAX, which scores the images too,
-            fails and the configuration says that the run stops then.
+        RunError: If the disk refuses, or if a reward outside JAX, which scores the images too,
+            fails while `reward.on_failure` is "stop".
     """
     if not this.config.eval.num_grid_images:
         return

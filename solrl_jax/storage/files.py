@@ -143,7 +143,7 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
 
     Raises:
         RunError: If the disk refuses an operation. Every OSError of the body counts as that. Other
-            errors of the body pass unchanged.
+            errors of the body pass unchanged, unless `disk_reason` recognizes one.
     """
     if isinstance(path, StorePath):
         with writing(path), tempfile.TemporaryDirectory(prefix=STAGING) as folder:

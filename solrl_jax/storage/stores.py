@@ -157,7 +157,7 @@ class StorePath:
                     yield path
 
     def files(self) -> dict[str, int]:
-        """Lists all objects below this path.
+        """Lists all objects below this path but those that `mkdir` has written.
 
         Returns:
             The size of each object in bytes, by its name relative to this path, sorted by name. An
@@ -258,7 +258,7 @@ class StorePath:
             _client(self.scheme).rm_file(str(self.key))
 
     def remove_all(self, first: str) -> None:
-        """Removes all objects below this path.
+        """Removes all objects below this path (those of `files`).
 
         Args:
             first: The name, relative to this path, of the object that is removed before all others.
@@ -276,8 +276,8 @@ class StorePath:
                 _client(self.scheme).rm([str((self / name).key) for name in names])
 
     def copy_all(self, target: "StorePath", last: str) -> None:
-        """Copies all objects below this path within the store. Older ones of the same names are
-        replaced.
+        """Copies all objects below this path (those of `files`) within the store. Older ones of the
+        same names are replaced.
 
         Args:
             target: The path below which the copies are made, in the same store.

@@ -184,7 +184,7 @@ def _score_names(row: Mapping[str, Any], trained: Collection[str]) -> list[str]:
 
 
 def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
-    """Returns how the better and the worse half of the candidates, by proxy reward, truly rank.
+    """Returns how the better and the worse half of the kept candidates by proxy reward truly rank.
 
     The proxy reward is that of the cheaply explored image, the true reward that of the regenerated
     one. For K kept candidates per prompt, true rank 1 is the best and K the worst. A perfect proxy
@@ -237,8 +237,8 @@ def compare(
         * "at_equal_cost": a dict: "cost", that of the cheapest run of all arms, and "reward", the
           estimate of the reward at that cost;
         * "fidelity": by the name of a measure of `Course.fidelity`, a dict of the estimates over
-          the "first" and the "last" quarter of the iterations ({} for an arm that does not
-          regenerate);
+          the "first" and the "last" quarter of the iterations (NaN for a last quarter of fewer
+          than 4 iterations; {} for an arm that does not regenerate);
 
         and of a list with one dict per pair, with the keys
 
@@ -450,7 +450,8 @@ def cost_to_reach(cost: Evaluated, reward: Evaluated, level: float) -> float:
         level: The reward to reach.
 
     Returns:
-        The interpolated cost in seconds; NaN if the curve stays below `level`.
+        The interpolated cost in seconds; NaN if the curve stays below `level`, or if the reward of
+        the point before it is reached is NaN.
     """
     above = np.flatnonzero(reward >= level)
     if not len(above):

@@ -158,8 +158,8 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
 
     A plan has the seconds of each phase of an iteration of a preset. They are divided by the
     preset's numbers of samples, steps and training terms, so the plan must not have been made with
-    overrides of these numbers. The only exceptions are the objectives on reward gradients, whose
-    phase "targets" gives the price of a gradient of the reward.
+    overrides of these numbers. Only `objective=NAME` is allowed for an objective on reward
+    gradients, whose phase "targets" gives the price of a gradient of the reward.
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),

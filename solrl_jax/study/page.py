@@ -1,4 +1,4 @@
-"""Writes `study.md` and `study.png`: the results of a study for readers."""
+"""Writes the results of a study: `study.json`, and for readers `study.md` and `study.png`."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ def write(
             "plan", "setting", "prices", "arms", "compared", "missing" and "runs".
         courses: The finished runs of each arm by its name, for the figure.
         sweeps: For each setting that the study sweeps, by its dotted name, pairs (value of the
-            setting, name of the arm that has it).
+            setting, name of the arm that has it), for the figure.
 
     Raises:
         RunError: If a file cannot be written to the disk.

@@ -93,7 +93,8 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
     Returns:
         A dict of three texts. "evaluation": how held-out rewards were measured. "trained on": the
         devices and the versions of JAX and Python. If runs differ in these, their descriptions are
-        joined by semicolons; without runs they are "no run is finished". "cost": the prices.
+        joined by semicolons; "unknown" stands for what a `run.json` lacks, and "no run is finished"
+        for both texts without runs. "cost": the prices.
 
     Raises:
         InputError: If the `run.json` of a run is damaged.

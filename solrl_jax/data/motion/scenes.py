@@ -38,7 +38,8 @@ class Scene:
     Attributes:
         color: A name of `COLORS`: "red", "green", "blue", "yellow", "purple" or "cyan".
         shape: A name of `SHAPES`: "circle", "square" or "triangle".
-        motion: A name of `MOTIONS`, e.g. "moves up".
+        motion: A name of `MOTIONS`: "moves left to right", "moves right to left", "moves up",
+            "moves down" or "stays still".
 
     Raises:
         ValueError: If a field has another value.
@@ -67,8 +68,8 @@ def parse(text: str) -> Scene:
     """Returns the scene that a caption describes.
 
     Args:
-        text: The caption, e.g. "a red circle moves left to right". Case and the amount of white
-            space do not matter, and "one" means "a".
+        text: The caption: "a" or "one", and the color, shape and motion of a `Scene`, e.g. "a red
+            circle moves left to right". Case and the amount of white space do not matter.
 
     Raises:
         ValueError: If the caption does not follow the grammar. The message quotes the caption and

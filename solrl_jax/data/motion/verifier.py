@@ -45,7 +45,7 @@ class Targets:
     pytree.
 
     Attributes:
-        objects: The object, as the verifier of images takes it.
+        objects: The object, as the first group of a `data.shapes.verifier.Targets`.
         motion: Index into `scenes.MOTIONS`, int32.
     """
 
@@ -93,11 +93,11 @@ def verify(clips: Float[Array, "n t h w 3"], targets: Targets) -> Verdict:
 
     The score is 0.6 times the mean score of the frames, judged as images of the object, plus 0.4
     times how well the largest object moves as the caption says. The second term is multiplied by
-    the least presence of an object in any frame, in [0, 1].
+    the presence of the largest object, in [0, 1], in the frame where it is least.
 
     Args:
-        clips: Finite RGB in [0, 1], of any floating-point dtype and size. Lengths scale with the
-            size of the frames.
+        clips: Finite RGB in [0, 1], of any floating-point dtype and size. Thresholds of areas and
+            lengths scale with the size of the frames.
         targets: What the captions of the clips ask for, one row per clip.
 
     Returns:
@@ -133,9 +133,13 @@ def _judge_motion(
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
     """Returns how well an object moves as a caption says, in [0, 1], and whether it does.
 
+    It moves in a direction if it covers more than 6 pixels along it from the first to the last
+    frame, is always less than 2.5 pixels beside it, and no step along it is at most a fifth of the
+    mean step. It stays still if it is always less than 1.5 pixels from its first position.
+
     Args:
-        centroid: (x, y) of the centroid of the object in each frame, in pixels of a frame scaled to
-            the area 32 x 32, with y growing downwards.
+        centroid: (x, y) of the centroid of the object in each of two or more frames, in pixels of a
+            frame scaled to the area 32 x 32, with y growing downwards.
         motion: Index into `scenes.MOTIONS`.
     """
     direction = jnp.asarray(_DIRECTIONS)[motion]

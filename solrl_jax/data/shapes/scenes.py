@@ -129,8 +129,9 @@ def parse(text: str) -> Scene:
     """Returns the scene that a caption describes.
 
     Args:
-        text: The caption, e.g. "two small red circles above a blue square". Case and the amount of
-            white space do not matter, and "one" means "a".
+        text: The caption: one group, or two with a relation between them, e.g. "two small red
+            circles above a blue square". Case and the amount of white space do not matter, and
+            "one" means "a".
 
     Raises:
         ValueError: If the caption does not follow the grammar. The message quotes the caption and

@@ -236,7 +236,8 @@ def measure(image: Float[Array, "h w 3"]) -> Components:
         image: RGB in [0, 1], float32 [h, w, 3].
 
     Returns:
-        The measurements of the 8 largest components, the largest first, and the area of all others.
+        The measurements of the 8 largest components, the largest first, and the area of all
+        components that are too small for an object or not among the 8.
         Lengths and areas are scaled as if the image had the area 32 x 32 pixels.
     """
     unit = math.sqrt(image.shape[0] * image.shape[1]) / scenes.BASE
@@ -312,7 +313,8 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
     and -1 if it is more than half background.
 
     Args:
-        offset: The image minus the background, one plane per channel (red, green, blue).
+        offset: The image minus the background color, light gray (`scenes.BACKGROUND`), one plane
+            per channel (red, green, blue).
 
     Returns:
         Indices into `scenes.COLORS`, int32. A pixel with NaN has -1.
@@ -416,8 +418,9 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
 
       1. "objects" (weight 0.4): for each group, 1 less the relative error of its number of objects,
          at least 0; the mean over the groups.
-      2. "colors" (0.12): the same, counting objects of the group's color, whatever their shape.
-      3. "shapes" (0.12): the same, counting objects of the group's shape, whatever their color.
+      2. "colors" (0.12): the same, counting all objects of the group's color, whatever their shape
+         and group, against the number that the caption asks for in this color.
+      3. "shapes" (0.12): the same for the objects of the group's shape, whatever their color.
       4. "relation" (0.26, only for captions with one): how well the mean positions of both groups
          fulfil it, in (0, 1), times the completeness of each group.
       5. "alone" (0.1): `exp(-n)` times the mean completeness of the groups, where n is the number

@@ -59,10 +59,11 @@ Heads = Float[Array, "b n g d"]  # batch, pixels, heads, features
 class AutoencoderDCConfig(ReleasedConfig):
     """The configuration of a DC-AE: the fields of a released `config.json`.
 
-    Only the decoder is built from it; the fields that begin with `encoder_` are read and checked,
-    but have no other effect. A stage is a group of blocks at one resolution. Tuples have one entry
-    per stage, finest first. A string in place of a tuple stands for all stages. The constructor
-    raises ValueError for a value that is not supported.
+    Only the decoder is built from it. The fields of the encoder (`encoder_...` and
+    `downsample_block_type`) are read and checked, but have no other effect, except that
+    `encoder_block_out_channels` determines the number of stages. A stage is a group of blocks at
+    one resolution. Tuples have one entry per stage, finest first. A string in place of a tuple
+    stands for all stages. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         in_channels: channels of an image.
@@ -189,10 +190,10 @@ class AutoencoderDCConfig(ReleasedConfig):
 
 
 class UpBlock(nnx.Module):
-    """Upsampling by 2 with a convolution, plus a shortcut without parameters.
+    """Upsampling by 2 with a 3x3 convolution, plus a shortcut without parameters.
 
     Args:
-        n_in: input channels, a multiple of 4 that divides `4 * n_out`.
+        n_in: input channels, a divisor of `4 * n_out`.
         n_out: output channels.
         shuffle: True: a convolution to `4 * n_out` channels, which `depth_to_space` rearranges into
             pixels. False: nearest-neighbor upsampling, then a convolution.
@@ -221,8 +222,8 @@ class UpBlock(nnx.Module):
 
 
 class ResBlock(nnx.Module):
-    """Two 3x3 convolutions with an activation between them and RMS normalization after them, added
-    to the input.
+    """Two 3x3 convolutions with an activation between them and RMS normalization over the channels
+    after them, added to the input.
 
     Args:
         channels: input and output channels.
@@ -293,12 +294,13 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
     Every pixel attends to all pixels of its image. The time is linear in the number of pixels.
     1e-15 (`ATTENTION_EPS`) is added to each sum of weights, so a query whose weights are all zero
-    gets zeros.
+    gets zeros. With more pixels than features, the sums over keys are in float32. Otherwise the
+    weight of each pair of pixels is computed, and rounded to the dtype of `v`.
 
     Args:
         q: queries, [batch, pixels, heads, features].
-        k: keys, of the shape of `q`.
-        v: values, of the shape of `q`.
+        k: keys, of the shape and dtype of `q`.
+        v: values, of the shape and dtype of `q`.
 
     Returns:
         The attended values, of the shape and dtype of `q`.

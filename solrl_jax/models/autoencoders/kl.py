@@ -26,7 +26,7 @@ NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class KLConfig(ReleasedConfig):
-    """The configuration fields that all KL autoencoders share (`AutoencoderKL` and
+    """Base class: the configuration fields that all KL autoencoders share (`AutoencoderKL` and
     `AutoencoderKLFlux2`).
 
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
@@ -44,7 +44,7 @@ class KLConfig(ReleasedConfig):
         act_fn: "silu", the only supported value.
         latent_channels: channels of a latent.
         norm_num_groups: number of groups of channels in every group normalization.
-        sample_size: size of the training images in pixels; other sizes work too.
+        sample_size: side, or height and width, of the training images in pixels. It has no effect.
         force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
             dtype in which pipelines then decode.
         use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
@@ -138,7 +138,7 @@ class AutoencoderKLConfig(KLConfig):
         act_fn: "silu", the only supported value.
         latent_channels: channels of a latent.
         norm_num_groups: number of groups of channels in every group normalization.
-        sample_size: size of the training images in pixels; other sizes work too.
+        sample_size: side, or height and width, of the training images in pixels. It has no effect.
         force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
             dtype in which pipelines then decode.
         use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
@@ -148,8 +148,9 @@ class AutoencoderKLConfig(KLConfig):
         scaling_factor: factor of the diffusion model's latents, which are `(latent - shift_factor)
             * scaling_factor` for a `latent` of the autoencoder.
         shift_factor: the shift in this formula; None: zero.
-        latents_mean: mean of each channel of the latents; only None is supported.
-        latents_std: standard deviation of each channel of the latents; only None is supported.
+        latents_mean: mean of each channel of the latents; only None is supported (`from_dict`
+            checks it, the constructor does not).
+        latents_std: standard deviation of each channel of the latents; likewise only None.
     """
 
     network = "AutoencoderKL"

@@ -58,7 +58,8 @@ LATENTS_STD = (
 
 @dataclasses.dataclass(frozen=True)
 class VideoAutoencoderConfig(ReleasedConfig):
-    """The fields that the configurations of Wan's and of Qwen-Image's autoencoder have in common.
+    """Base class: the fields that the configurations of Wan's and of Qwen-Image's autoencoder have
+    in common.
 
     The defaults are those of diffusers. The constructor raises ValueError for a value that is not
     supported.
@@ -73,8 +74,8 @@ class VideoAutoencoderConfig(ReleasedConfig):
             more per resolution.
         attn_scales: ignored, as by diffusers.
         temperal_downsample: (the spelling of the files) for each resolution but the coarsest,
-            finest first, whether the encoder halves the number of frames after it. One entry less
-            than `dim_mult`.
+            finest first, whether the encoder halves the number of frames after it, and the decoder
+            doubles it before it. One entry less than `dim_mult`.
         dropout: ignored, because it has an effect in training only.
         latents_mean: mean of each of the `z_dim` channels of the autoencoder's latents. The
             diffusion model's latents have mean 0.
@@ -123,13 +124,13 @@ class VideoAutoencoderConfig(ReleasedConfig):
 
     @property
     def decoder_dim(self) -> int:
-        """Number of channels at the decoder's finest resolution."""
+        """Number of channels at the decoder's finest resolution. Here `base_dim`."""
         return self.base_dim
 
     @property
     def residual(self) -> bool:
         """Whether decoder stages that upsample add their input, with repeated pixels, to their
-        result. Only Wan 2.2 5B has this shortcut.
+        result. Here False; only Wan 2.2 5B has this shortcut.
         """
         return False
 
@@ -270,9 +271,10 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
 
 
 def open_autoencoder(folder: Path, config: AutoencoderKLWanConfig) -> Component:
-    """Opens the decoder of Wan's autoencoder. No weight is read.
+    """Makes a component of the decoder of Wan's autoencoder. No file is read, and the folder need
+    not exist yet.
 
-    The files also hold the encoder, which is ignored.
+    The weight files also hold the encoder, which is ignored when they are loaded.
 
     Args:
         folder: the folder of the autoencoder in a model directory, usually `vae`.
@@ -293,10 +295,10 @@ class AutoencoderKLWan(nnx.Module):
     """Decodes latents to clips in [-1, 1]. Only the decoder of the autoencoder is built.
 
     Args:
-        config: configuration of the autoencoder (`AutoencoderKLWanConfig`, for example). Its means
-            and standard deviations are not applied here (`VideoAutoencoderConfig.unscale`).
+        config: configuration of the autoencoder. Its means and standard deviations are not applied
+            here (`VideoAutoencoderConfig.unscale`).
         temporal: True: the network has the temporal upsampling of the configuration. False: it has
-            none, and is for clips of one frame only.
+            none, and is for clips of one frame only (not checked).
         rngs: random number generators for the initial weights.
     """
 
@@ -324,7 +326,7 @@ class AutoencoderKLWan(nnx.Module):
 
         The first latent frame is decoded by itself, and the others in a scan over equal chunks. A
         gradient decodes each chunk once more. It stores the state between the chunks, the last two
-        inputs of every convolution, so its memory grows with the number of chunks.
+        input frames of every convolution over time, so its memory grows with the number of chunks.
 
         Args:
             latent: latents on the scale of the autoencoder, the result of `config.unscale`.
@@ -401,7 +403,8 @@ class History:
 
         Args:
             x: the input frames of the chunk.
-            count: number of earlier frames that the convolution reads for each frame.
+            count: number of earlier frames that the convolution reads for each frame: the size of
+                its kernel in time less 1, which is 2 in this decoder.
 
         Returns:
             `t + count` frames. Those before the beginning of a clip are zeros.
@@ -546,7 +549,8 @@ class ResidualStage(Stage):
     with repeated pixels, is added to its result, and upsampling keeps the number of channels.
 
     Args:
-        n_in: number of input channels.
+        n_in: number of input channels. If the stage upsamples, a divisor of `4 * n_out`, or of
+            `8 * n_out` if `temporal` is set.
         n_out: number of output channels.
         blocks: number of residual blocks.
         upsample: whether the stage ends by doubling height and width.
@@ -768,7 +772,7 @@ class Upsample(nnx.Module):
             x: frames of clips, without the first one of a clip. The convolution does not read that
                 frame either: it sees zeros before the second one.
             history: for a chunk of a clip: the frames before it, to which the call adds those for
-                the next chunk. None: `x` is whole clips.
+                the next chunk. None: `x` is whole clips but for their first frame.
 
         Returns:
             Twice as many frames, in the dtype of `x`.

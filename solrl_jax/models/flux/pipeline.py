@@ -31,7 +31,9 @@ class FluxPipeline(Pipeline):
     prompt.
 
     `FluxPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
-    diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
+    diffusers without reading a weight. `gradient_checkpointing` ("none", "matmuls" or "blocks")
+    says what the backward pass of the transformer recomputes. The attributes below are in addition
+    to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).

@@ -255,7 +255,8 @@ class FluxSingleBlock(nnx.Module):
         both results together, and adds them, times a gate, to the input.
 
         Args:
-            x: the text tokens, then the image tokens.
+            x: the text tokens, then the image tokens; under sequence parallelism (`shard_tokens`),
+                those of this device.
             condition: the sum of the embedded timestep, guidance scale and pooled text, after its
                 SiLU. From it the block computes the shift, scale and gate of its norm.
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
@@ -285,10 +286,12 @@ def rotary_table(length: int, rows: int, columns: int, axes_dims: tuple[int, ...
         length: number of text tokens.
         rows: number of rows of image tokens.
         columns: number of columns of image tokens.
-        axes_dims: number of features of a head that each coordinate rotates: three even numbers.
+        axes_dims: number of features of a head that each coordinate rotates: three even numbers,
+            whose sum is `head_dim`.
 
     Returns:
-        Cosines and sines, two float32 arrays [1, length + rows * columns, head_dim / 2].
+        (cosines, sines) of the angles, whose frequencies have the base 10000 (`THETA`): two float32
+        arrays [1, length + rows * columns, head_dim / 2].
     """
     positions = np.zeros((3, length + rows * columns))
     positions[1:, length:] = np.indices((rows, columns)).reshape(2, -1)

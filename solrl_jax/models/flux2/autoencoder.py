@@ -41,7 +41,7 @@ class AutoencoderKLFlux2Config(KLConfig):
         latent_channels: number of channels of the autoencoder's latents. The diffusion model's have
             four times as many.
         norm_num_groups: number of groups of channels in every group normalization.
-        sample_size: size of the training images in pixels; other sizes work too.
+        sample_size: has no effect: side, or sides, of the training images in pixels.
         force_upcast: whether pipelines decode in float32 whatever precision the rest of the model
             has.
         use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
@@ -86,8 +86,9 @@ class AutoencoderKLFlux2Config(KLConfig):
 
         Raises:
             ValueError: `act_fn`, a block type or `patch_size` is not the supported value; a number
-                of channels is no multiple of `norm_num_groups`; there are no stages; or the lists
-                with one entry per stage differ in length. The message names the field.
+                of channels of a stage is no multiple of `norm_num_groups`; there are no stages; or
+                the lists with one entry per stage differ in length. The message names the field
+                (`block_out_channels` also for channels of the decoder).
         """
         super().check()
         self.require(self.patch_size == (PATCH, PATCH), "patch_size", f"[{PATCH}, {PATCH}]")
@@ -136,8 +137,8 @@ class AutoencoderKLFlux2(AutoencoderKL):
             latent: the latents as the transformer returns them: c is `config.channels`.
 
         Returns:
-            The images, in the dtype of `latent`: H is `h * config.compression` and W is `w *
-            config.compression`.
+            The images, in the dtype of `latent`, with `config.out_channels` colors: H is `h *
+            config.compression` and W is `w * config.compression`.
         """
         return super().decode(depth_to_space(self.bn.denormalize(latent)))
 

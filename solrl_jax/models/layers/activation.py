@@ -20,8 +20,8 @@ def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
     """Wraps an activation in a `LazyActivation`.
 
     A lazy activation is an array [b, s, d] that is not computed until a layer reads it; that
-    layer's kernel then computes it on the fly. Further elementwise functions can be appended to it
-    before that.
+    layer's kernel then computes it on the fly. Further functions of its rows, such as norms, can be
+    appended to it before that.
 
     Args:
         x: An array [b, s, d] or a lazy activation.

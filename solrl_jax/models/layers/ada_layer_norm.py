@@ -53,8 +53,8 @@ class AdaLayerNorm(nnx.Module):
                 its SiLU.
 
         Returns:
-            A list of `num_vectors` arrays [b, 1, d] in the order of the linear layer's output. The
-            caller knows which are shifts, scales and gates.
+            A list of `num_vectors` arrays [b, 1, d], in the dtype of `condition` and the order of
+            the linear layer's output. The caller knows which are shifts, scales and gates.
         """
         return jnp.split(self.linear(condition)[:, None], self.num_vectors, axis=-1)
 

@@ -180,6 +180,9 @@ def _attend(
     """Runs the attention kernel for the platform and shapes: Pallas on a TPU, cuDNN on a GPU, or
     XLA where neither takes the operands.
 
+    Under sequence parallelism (`_attend_to_all`), the queries are those of this device, keys and
+    values those of all devices, and `bias` must be None.
+
     Args:
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h].
@@ -225,8 +228,8 @@ def _run_kernel(
         mask: which keys queries attend to, as for `_attend`.
         scale: factor of the logits.
         bias: added to the logits, broadcasts to [b, n, t, s]; None: no bias.
-        row_values: one number per sample, of any value, if a gradient may be taken
-            (`_cudnn_attention`); else None.
+        row_values: one number per sample, of any value, if a gradient may be taken; else None.
+            Only its sharding counts, and only for `_cudnn_attention`.
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`.
@@ -290,8 +293,8 @@ def _xla_attention(
 def cudnn_fits(
     q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct, *, biased: bool
 ) -> bool:
-    """Whether the program is traced for a GPU whose cuDNN flash attention takes these operands,
-    also for a gradient.
+    """Whether the program is traced for a GPU (of any generation) and cuDNN's flash attention takes
+    these operands, also for a gradient.
 
     The operands must be BF16 or FP16, and a head have a multiple of 8 features, up to 128. With a
     bias or a mask matrix, both lengths must be even; without, `_cudnn_attention` pads odd lengths.
@@ -324,9 +327,9 @@ def _cudnn_attention(
     row_values: Float[Array, " b"] | None,
 ) -> Array:
     """Calls cuDNN's flash attention (arXiv 2205.14135), with the operands in the form that it
-    requires.
+    requires. Call it only if `cudnn_fits` is True.
 
-    For a gradient, cuDNN requires even lengths and a mask of the full shape. An odd length is
+    For a gradient, cuDNN requires even lengths and a mask of the full shape. An odd length is then
     padded by one position, which the kernel ignores.
 
     Args:
@@ -336,7 +339,8 @@ def _cudnn_attention(
         mask: Which keys queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or int
             [b], the number of leading valid keys. None: all keys.
         scale: The factor of the logits.
-        bias: Added to the logits, broadcasts to [b, n, t, s]. None: no bias.
+        bias: Added to the logits after it is cast to the dtype of `q`, broadcasts to [b, n, t, s].
+            None: no bias.
         row_values: If a gradient may be taken: one number per sample, of any value. It only carries
             the sharding of the batch over to the lengths that are passed to the kernel. None: no
             gradient is taken.
@@ -389,7 +393,8 @@ def _attend_to_all(
     XLA's partitioner cannot partition fused kernels where `sequence` is a manual axis, so each
     device calls them with its own rows and heads. The gradients of keys and values are sums
     over the queries of all devices. Kernels round these sums, so they must not be split: in the
-    backward pass, each device runs the kernel again for all queries of some samples and heads.
+    backward pass, each device runs the kernel again for all queries of some samples and heads. The
+    result is named "matmul", so gradient checkpointing "matmuls" keeps it.
 
     Args:
         q: Queries of the tokens of this device [b, t, n, h].

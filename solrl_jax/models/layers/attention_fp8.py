@@ -25,8 +25,8 @@ PROBABILITY_SCALE = 256.0  # the value that a probability of 1 is quantized as
 def attention_fp8(
     q: Float[Array, "b t n h"], k: Float[Array, "b s n h"], v: Float[Array, "b s n h"]
 ) -> Float[Array, "b t n h"]:
-    """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8, without a mask. It has no
-    gradient.
+    """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8, without a mask. No gradient may
+    be taken of it, which is not checked.
 
     The matmuls run in FP8 on GPUs from Hopper on, if a head has a multiple of 16 features, up to
     128. On CPUs, plain JAX gives the same rounding for any head. On all other devices, and on GPUs
@@ -89,9 +89,9 @@ def reference(q: Array, k: Array, v: Array) -> Array:
     """Computes `softmax(h ** -0.5 q k^T) v` for each head in plain JAX, with the rounding of
     cuDNN's FP8 attention.
 
-    Logits and sums are in float32. The exponentials are rounded to E4M3 for the product with the
-    values; their sum, which normalizes the result, is taken before this rounding. All scores are in
-    memory.
+    Logits and sums are in float32. The exponentials, times 256 (`PROBABILITY_SCALE`), are rounded
+    to E4M3 for the product with the values; their sum, which normalizes the result, is taken before
+    this rounding. All scores are in memory.
 
     Args:
         q: queries [b, t, n, h] in E4M3: batch, positions, heads, features of a head.

@@ -153,7 +153,8 @@ class GLUMBConv(nnx.Module):
             x: The pixels [b, n, d], row by row, an array or a lazy activation (one that is computed
                 when it is read).
             grid: (rows, columns) of the image, whose product is n. Under sequence parallelism, `x`
-                and `grid` describe the rows that this device has.
+                and `grid` describe the rows that this device has; the rows next to them, which the
+                convolution reads, are fetched from other devices.
 
         Returns:
             The output [b, n, d], in the dtype of `x`.

@@ -61,8 +61,8 @@ class Linear(nnx.Module):
     def lazy(self, x: Activation) -> LazyActivation:
         """Applies the layer, and returns `x W + b` as a lazy activation.
 
-        The matmul is computed now. The addition of the bias and the scales of a quantized matmul
-        are left to the layer that reads the result, whose kernel does them on the fly.
+        The matmul is computed now. The addition of the bias and the scales of a matmul in FP8 or
+        NVFP4 are left to the layer that reads the result, whose kernel does them on the fly.
 
         Args:
             x: The input [b, s, in], an array or a lazy activation (one that is computed when it is

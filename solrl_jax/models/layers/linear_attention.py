@@ -59,9 +59,9 @@ class CrossProjection(nnx.Module):
 
         Returns:
             A list [queries [b, n, inner], keys [b, l, inner], values [b, l, inner]] of lazy
-            activations, which are not computed until a layer reads them (except queries and keys
-            that are normalized). inner is the number of features of all heads together, which lie
-            side by side.
+            activations. The matmuls and norms are computed now; without norms, biases and scales of
+            quantized matmuls are left to the layer that reads the result. inner is the number of
+            features of all heads together, which lie side by side.
         """
         q = self.to_q.lazy(x)
         k = self.to_k.lazy(source)
@@ -97,7 +97,8 @@ class LinearAttention(CrossProjection):
 
         Args:
             x: The image tokens [b, n, d], an array or a lazy activation (one that is computed when
-                it is read).
+                it is read). Under sequence parallelism, those of this device, which attend to those
+                of all devices.
             grid: Unused. The (rows, columns) of the tokens, for layers that replace this one and
                 depend on positions (`BlockMixing`).
 

@@ -52,12 +52,14 @@ class Mhla:
 
 class BlockMixing(CrossProjection):
     """MHLA's attention: linear attention that mixes the sums over keys among blocks of the image,
-    plus a depthwise convolution of the values.
+    plus a depthwise 3x3 convolution of the values.
+
+    1e-6 is added to the ReLU of queries and keys, and to the denominator.
 
     The new parameters are the matrix `mix` [M, M] for M blocks and the convolution `lepe`. When a
     checkpoint without MHLA is loaded, they get values with which the network starts near the one
     without MHLA: `mix` falls linearly with the distance between blocks (`initial_mix`), and `lepe`
-    is zero (or, in the released variant, the identity).
+    is zero (or, in the released variant, the identity). Before that, `mix` is zero.
 
     Args:
         mhla: The settings of MHLA (`Mhla`).

@@ -92,8 +92,8 @@ class LayerNorm(nnx.Module):
             shift: The shift of each sample and feature.
             scale: The scale of each sample and feature, before 1 is added. (The norm's own weight
                 is another one.)
-            modulate: Computes `x (1 + scale) + shift` from (x, shift, scale), with the rounding
-                that the network needs.
+            modulate: Computes `x (1 + scale) + shift` from (x, shift, scale): `modulate` (the
+                default) rounds after each operation, `modulate_rounding_once` at the end.
 
         Returns:
             The lazy activation [b, s, d], in the dtype of `x`.

@@ -51,7 +51,7 @@ def rotate_pairs(
     x: Float[Array, "... d"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "... d"]:
     """Rotates each pair of neighboring features of each head, in float32 (arXiv 2104.09864,
-    equation 34).
+    equation 34). On TPUs `rotate_by_matmul` computes it, without a gradient of `cos` and `sin`.
 
     Args:
         x: Queries or keys [..., d]. The last axis holds heads of `2 * half` features side by side.

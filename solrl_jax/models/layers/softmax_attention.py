@@ -44,8 +44,8 @@ def project_qkv(
             `rotation`.
 
     Returns:
-        A list [queries, keys, values] of lazy activations [b, s, d], which are not computed until
-        the attention reads them.
+        A list [queries, keys, values] of lazy activations [b, s, d]. The matmuls are computed now;
+        biases, norms and rotations are computed when the attention reads them.
     """
     q = to_q.lazy(x)
     if norm_q is not None:
@@ -275,7 +275,8 @@ class JointAttention(QKVProjection):
             text: The text tokens [b, l, d], an array or a lazy activation (one that is computed
                 when it is read).
             image: The image tokens [b, n, d], an array or a lazy activation (one that is computed
-                when it is read).
+                when it is read). Under sequence parallelism, those of this device, which attend to
+                those of all devices; every device has all of the text.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotation.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result

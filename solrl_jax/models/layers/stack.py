@@ -88,8 +88,9 @@ def scan_blocks(
         *each: Further inputs of the blocks: arrays whose leading axis is the block. `apply`
             receives the block's entry of each as `rows`.
         gradient_checkpointing: What the backward pass recomputes instead of storing: "none"
-            (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored).
+            (nothing; under FSDP, the gathered weights of all blocks are stored, too), "matmuls"
+            (everything except matmuls and attention kernels) or "blocks" (everything inside a
+            block; only the inputs of blocks are stored).
 
     Returns:
         The output of the last block.
@@ -116,7 +117,7 @@ def gather(params: P) -> P:
 
     Each device then runs the same matmuls on its own rows, so the result of a row does not depend
     on the mesh. Under tensor parallelism (a mesh axis `tensor` of more than one device), the
-    weights of linear layers stay sharded by their outputs over that axis.
+    weights of linear layers (matrices named "kernel") stay sharded by their outputs over that axis.
 
     Args:
         params: A pytree of the weights of one block: arrays, quantized weights or weights with LoRA

@@ -102,17 +102,18 @@ class Component:
             FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files
                 without a standard name.
             ValueError: the header of a file or an index of files cannot be read; or tensors are
-                missing, unexpected, stored twice, of another shape than in the network, or of a
-                dtype other than BF16, F16, F32 and F64. The message lists all such tensors.
+                missing (for a parameter without an initial value), unexpected, stored twice, of
+                another shape than in the network, or of a dtype other than BF16, F16, F32 and F64.
+                The message lists all such tensors.
         """
         self.locate(self.source, self.state)
 
     def load(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
         """Reads the parameters from the files onto the devices.
 
-        A parameter that the files may lack gets the initial value that the network declares for it
-        if they do. With `place`, all processes of a run must call it, and each reads only what its
-        own devices hold.
+        A parameter that the files lack gets the initial value that the network declares for it; if
+        the network declares none, that is an error. With `place`, all processes of a run must call
+        it, and each reads only what its own devices hold.
 
         Args:
             dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
@@ -179,7 +180,7 @@ class Component:
 
         Stacks of blocks stay sharded, because `scan_blocks` gathers one block at a time. Under
         tensor parallelism (a mesh axis `tensor` of more than one device), linear layers stay
-        sharded over that axis. Without a mesh, nothing changes.
+        sharded over that axis. Without a mesh (`jax.set_mesh`), nothing changes.
 
         Args:
             params: the network's parameters: nested dictionaries keyed by module name. A leaf may

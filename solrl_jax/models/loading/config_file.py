@@ -220,7 +220,8 @@ class TransformerConfig(ReleasedConfig):
     (`transformer/config.json`).
 
     Attributes:
-        in_channels: number of channels of the input.
+        in_channels: number of channels of the input: of a latent, or of a patch of latent pixels,
+            depending on the model.
         out_channels: number of channels of the output; None: as many as `in_channels`.
         attention_head_dim: number of features of one attention head.
         num_attention_heads: number of attention heads.

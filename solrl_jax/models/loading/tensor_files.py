@@ -98,8 +98,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read, is larger than 64 MiB, is not JSON, repeats a key, or
-            does not hold an object. The message names the file.
+        ValueError: the file cannot be read, is larger than 64 MiB, is not JSON, is nested too
+            deeply, repeats a key, or does not hold an object. The message names the file.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file")
@@ -152,8 +152,10 @@ def weight_files(folder: Path) -> list[Path]:
     index lists.
 
     If the folder has files with the standard names of diffusers and transformers, the first name in
-    `STANDARD_NAMES` is used alone; otherwise there must be a single index, or no index and a single
-    file. Variants such as `model.fp16.safetensors` are used only if there is nothing else.
+    `STANDARD_NAMES` is used alone (diffusers' before transformers', diffusers' index before its
+    single file, and transformers' the other way round); otherwise there must be a single index, or
+    no index and a single file. Variants such as `model.fp16.safetensors` are used only if there is
+    nothing else.
 
     Args:
         folder: directory of the component (for example of the transformer).
@@ -244,6 +246,9 @@ def without_variants(names: Iterable[str]) -> list[str]:
 def _variant(name: str) -> str:
     """Returns the variant that a file name contains, such as "fp16" for
     `model.fp16-00001-of-00002.safetensors` and `model.safetensors.index.fp16.json`.
+
+    It consists of all parts after the first dot, without "safetensors", "index" and "json", each up
+    to its first hyphen.
 
     Args:
         name: name of a safetensors file or of an index, without directories.

@@ -182,7 +182,8 @@ def locate_tensors(
 
     Differences between versions of transformers are accepted: the prefix "text_model." or "model."
     may be missing in all names, T5's token table has two possible names, and some redundant tensors
-    may be present (`REDUNDANT`). A parameter with an initial value may be missing as a whole.
+    may be present (`REDUNDANT`: position numbers, T5's second token table). A parameter with an
+    initial value may be missing as a whole.
 
     Args:
         source: the directory of a network, or one safetensors file.
@@ -337,9 +338,10 @@ def load_tensors(
 ) -> Params:
     """Reads parameters from released files onto the devices.
 
-    With `place`, parameters go to the devices in chunks of about 256 MiB (`CHUNK_BYTES`), and a
-    process reads only the rows that its own devices hold; all processes of a run must call it with
-    the same arguments. Without it, one whole parameter at a time is in host memory.
+    With `place`, a process reads only the rows that its own devices hold, and all processes of a
+    run must call it with the same arguments. The rows go to the devices in chunks of about 256 MiB
+    (`CHUNK_BYTES`), except that a parameter that is not stacked and has another order of axes in
+    PyTorch goes at once. Without `place`, one whole parameter at a time is in host memory.
 
     Args:
         table: the parameters to read, with the tensor names in the files.
@@ -354,7 +356,7 @@ def load_tensors(
         The parameters as nested dictionaries keyed by the parts of their paths.
 
     Raises:
-        KeyError: a parameter has no initial value, and its tensor is not in `stored`.
+        KeyError: a tensor of a parameter that is not initialized is not in `stored`.
         OSError: a file cannot be opened or read.
         ValueError: a file ends within a tensor.
     """
@@ -372,8 +374,9 @@ def load_parameter(
 ) -> jax.Array:
     """Reads one parameter onto the devices, or initializes it if the files lack it.
 
-    With `place`, a large parameter goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`),
-    and all processes of a run must call it with the same arguments.
+    With `place`, all processes of a run must call it with the same arguments. A large parameter
+    then goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`) if it is stacked or its
+    layout is "same", otherwise at once.
 
     Args:
         entry: the parameter.
@@ -387,7 +390,7 @@ def load_parameter(
         The parameter, of shape `entry.full_shape`.
 
     Raises:
-        KeyError: the parameter has no initial value, and its tensor is not in `stored`.
+        KeyError: the parameter is not initialized, and one of its tensors is not in `stored`.
         OSError: a file cannot be opened or read.
         ValueError: a file ends within the tensor.
     """
@@ -429,7 +432,8 @@ def _load_rows(
     sharding: NamedSharding,
     rows: slice,
 ) -> jax.Array:
-    """Reads some rows of the shard of every device, and waits until the devices have them.
+    """Reads some rows of the shard of every device, and waits until the devices have them. Every
+    process must call it, and reads for its own devices.
 
     A shard is the part of the parameter that a device holds, and a row is one entry along the
     shard's leading axis.
@@ -469,7 +473,8 @@ def _load_rows(
 def _write_rows(
     array: jax.Array, chunk: jax.Array, start: jax.Array | np.int32, sharding: NamedSharding
 ) -> jax.Array:
-    """Writes a chunk of rows into the shard of every device, in place. Compiled by jit.
+    """Writes a chunk of rows into the shard of every device, in place. Compiled by jit. Every
+    process must call it.
 
     Args:
         array: the whole parameter. Its buffer is donated, so it cannot be used afterwards.

@@ -46,7 +46,7 @@ class AutoencoderKLQwenImageConfig(VideoAutoencoderConfig):
 
 
 def open_autoencoder(folder: Path, config: AutoencoderKLQwenImageConfig) -> Component:
-    """Opens the decoder of Qwen-Image's autoencoder. No weight is read.
+    """Opens the decoder of Qwen-Image's autoencoder. No file is read.
 
     The files also hold the encoder and the temporal upsampling, which are ignored.
 

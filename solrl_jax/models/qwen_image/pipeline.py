@@ -54,7 +54,9 @@ class QwenImagePipeline(Pipeline):
     available, because the attention is masked.
 
     `QwenImagePipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
-    diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
+    diffusers without reading a weight. `gradient_checkpointing` ("none", "matmuls" or "blocks")
+    says what the backward pass of the transformer recomputes. The attributes below are in addition
+    to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -118,7 +120,7 @@ class QwenImagePipeline(Pipeline):
 
     def _read_shift(self) -> None:
         """Reads the settings of the schedule shift from the attribute `scheduler`, and sets
-        `shift_terminal` and the attribute `_shift`, from which `mu` is computed.
+        `shift_terminal` and `_shift`, a dictionary of the four others, from which `mu` is computed.
 
         Defaults are those of diffusers' pipeline: `base_shift` 0.5, `max_shift` 1.15,
         `base_image_seq_len` 256, `max_image_seq_len` 4096, and no `shift_terminal`.
@@ -218,7 +220,7 @@ class QwenImagePipeline(Pipeline):
         Args:
             conditional: the velocity for the prompt, float32, of even height and width.
             unconditional: the velocity for the negative prompt, float32.
-            scale: the guidance scale, a scalar.
+            scale: the guidance scale, a scalar. 1: no guidance.
 
         Returns:
             The guided velocity, float32. A token whose guided velocity is exactly zero becomes NaN,

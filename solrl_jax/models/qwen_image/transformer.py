@@ -238,14 +238,16 @@ class QwenImageBlock(nnx.Module):
         streams.
 
         Args:
-            image: the image tokens.
+            image: the image tokens; under sequence parallelism (`shard_tokens`), those of this
+                device.
             text: the text tokens, padding last.
             condition: the embedded timestep after its SiLU, from which the block computes shift,
                 scale and gate of attention and MLP for each stream.
             rotation: cosines and sines of the rotary angles of the n + l positions, image first:
                 two float32 arrays [b or 1, n + l, head_dim / 2].
             key_lengths: the number of leading tokens of the sequence (image, then text) that each
-                sample attends to: all image tokens and the text tokens without padding.
+                sample attends to: the image tokens of all devices and the text tokens without
+                padding.
 
         Returns:
             The image tokens and the text tokens after the block, each with the shape and dtype of
@@ -277,8 +279,8 @@ class MaskedJointAttention(JointAttention):
     """Softmax attention over image and text as one sequence, in which the padding of the text is
     not attended to.
 
-    Call the method `image_first`, not the module itself. The image comes first, so that the padding
-    is at the end of the sequence.
+    Call the method `image_first`, not the module itself, which attends to padding. The image comes
+    first, so that the padding is at the end of the sequence.
 
     Args:
         d: number of features of the tokens, and of all heads together, a multiple of `head_dim`.
@@ -301,13 +303,15 @@ class MaskedJointAttention(JointAttention):
 
         Args:
             image: the image tokens [b, n, d], an array or a lazy activation (one that is computed
-                when it is read).
+                when it is read). Under sequence parallelism (`shard_tokens`), they are those of
+                this device.
             text: the text tokens [b, l, d], padding last, an array or a lazy activation (one that
                 is computed when it is read).
             rotation: cosines and sines of the rotary angles of the n + l positions, image first:
                 two float32 arrays [b or 1, n + l, head_dim / 2].
             key_lengths: the number of leading tokens of the sequence (image, then text) that each
-                sample attends to: all image tokens and the text tokens without padding.
+                sample attends to: the image tokens of all devices and the text tokens without
+                padding.
 
         Returns:
             The outputs for the image and for the text, each in the dtype of its stream. The inputs
@@ -346,12 +350,12 @@ def rotary_table(rows: int, columns: int, length: int, axes_dims: tuple[int, ...
         rows: number of rows of image tokens.
         columns: number of columns of image tokens.
         length: number of text tokens, padding included.
-        axes_dims: how many features of a head are rotated by each of the three coordinates, even
-            numbers.
+        axes_dims: how many features of a head are rotated by each of the three coordinates: even
+            numbers, whose sum is `head_dim`.
 
     Returns:
-        (cosines, sines) of the angles: two float32 arrays [1, rows * columns + length, head_dim /
-        2].
+        (cosines, sines) of the angles, whose frequencies have the base 10000 (`THETA`): two float32
+        arrays [1, rows * columns + length, head_dim / 2].
     """
     count = rows * columns
     positions = np.zeros((3, count + length))

@@ -49,7 +49,8 @@ class SanaPipeline(Pipeline):
     """SANA: Gemma 2 encodes the prompt, DC-AE decodes the latents.
 
     `SanaPipeline(folder, gradient_checkpointing, mhla)` opens a model directory in the layout of
-    diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
+    diffusers without reading a weight. `mhla` is a `MhlaOverride`, or None to keep the linear
+    attention. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -242,9 +243,9 @@ class SanaPipeline(Pipeline):
             tokens: "ids", "mask" and "kept", one row per prompt, as `tokenize` returns them.
 
         Returns:
-            A dictionary for the l tokens in "kept": "text" [b, l, d], Gemma's last hidden states in
-            the dtype of the text encoder, and "mask" [b, l], bool, true on tokens and false on
-            padding.
+            A dictionary for the l tokens in "kept": "text" [b, l, d], Gemma's last hidden states
+            (after its final norm) in the dtype of the text encoder, and "mask" [b, l], bool, true
+            on tokens and false on padding.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         text = encoder(tokens["ids"], tokens["mask"])

@@ -51,7 +51,7 @@ class SanaConfig(TransformerConfig):
         num_cross_attention_heads: number of heads of the attention to the text.
         cross_attention_head_dim: number of features of one head of the attention to the text.
         cross_attention_dim: number of features of a text token after it is projected for the
-            attention to the text.
+            attention to the text. Must be that of an image token, which the pipeline checks.
         caption_channels: number of features of a text token as the text encoder returns it.
         mlp_ratio: hidden width of the MLP (after its gate), divided by the number of features of a
             token.
@@ -62,7 +62,7 @@ class SanaConfig(TransformerConfig):
             the default image size, and scales positions if there are any (`interpolation_scale`).
         patch_size: side of a patch in latent pixels.
         norm_elementwise_affine: whether the norm before the MLP has learned weights.
-        norm_eps: epsilon of the norms of the blocks.
+        norm_eps: epsilon of the layer norms of the blocks (not of those that `qk_norm` adds).
         interpolation_scale: divides the coordinates of the positions that are added to the image
             tokens; None: no positions are added.
         guidance_embeds: whether the network takes the guidance scale as an input; only False is
@@ -118,10 +118,11 @@ class SanaTransformer2DModel(nnx.Module):
         gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
             (everything inside a block; only the inputs of blocks are stored).
-        attention: builds the attention among the image tokens. A function that is called as
-            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for tokens of d features,
-            and returns a module. The module is called as `module(tokens, (rows, columns))`, and
-            returns tokens [b, n, d]. None: `LinearAttention`.
+        attention: builds the attention among the image tokens. A function that takes the arguments
+            of `LinearAttention`, `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for
+            tokens of d features, and returns a module. The module is called as `module(tokens,
+            (rows, columns))` with a lazy activation [b, n, d] (one that is computed when it is
+            read), and returns an array of this shape. None: `LinearAttention`.
         rngs: random number generators for the initial weights.
     """
 
@@ -218,10 +219,11 @@ class SanaBlock(nnx.Module):
     Args:
         config: configuration of the network (`SanaConfig`), for widths, heads, norms, biases and
             the ratio of the MLP.
-        attention: builds the attention among the image tokens. A function that is called as
-            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for tokens of d features,
-            and returns a module. The module is called as `module(tokens, (rows, columns))`, and
-            returns tokens [b, n, d].
+        attention: builds the attention among the image tokens. A function that takes the arguments
+            of `LinearAttention`, `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for
+            tokens of d features, and returns a module. The module is called as `module(tokens,
+            (rows, columns))` with a lazy activation [b, n, d] (one that is computed when it is
+            read), and returns an array of this shape.
         rngs: random number generators for the initial weights.
     """
 
@@ -332,7 +334,7 @@ class TimeEmbedding(nnx.Module):
 
         Args:
             timestep: `1000 * sigma * timestep_scale` of each sample.
-            dtype: dtype to compute in.
+            dtype: dtype of both results, in which all but the float32 sinusoids are computed.
 
         Returns:
             (modulation, embedding). modulation [b, 6 d]: six vectors side by side, which all blocks

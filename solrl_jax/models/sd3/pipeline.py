@@ -97,7 +97,8 @@ class StableDiffusion3Pipeline(Pipeline):
         """Opens the text encoders: sets the attributes `text_encoders` and `clip_tokens`, and
         checks that encoders, tokenizers and transformer fit.
 
-        T5 is left out if `model_index.json` does not name "text_encoder_3".
+        T5 is left out if `model_index.json` does not name "text_encoder_3", or names no class for
+        it. The constructor calls this after it has set `folder` and `config`.
 
         Raises:
             FileNotFoundError: a configuration or a tokenizer is missing.

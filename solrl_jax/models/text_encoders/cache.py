@@ -206,7 +206,8 @@ def _replace(path: Path, data: bytes) -> None:
     """Writes a file by rename, so that it appears complete or not at all. An older file is
     replaced.
 
-    If the writing fails or is interrupted, the temporary file beside it is removed.
+    Nothing is synced to the disk. If the writing fails or is interrupted, the temporary file beside
+    it is removed.
 
     Args:
         path: the file. Its directory is created if necessary.

@@ -39,8 +39,8 @@ class TextEncoders:
 
     Args:
         pipeline: the model, whose tokenizers and text encoders are used.
-        mesh: devices that encode. The size of its axis `tensor` is 1: every device works on its own
-            prompts.
+        mesh: devices that encode. The sizes of its axes `sequence` and `tensor` are 1: every device
+            works on its own prompts.
         dtype: dtype in which the text encoders compute.
         cache: the cache; None: no cache.
     """
@@ -112,9 +112,10 @@ class TextEncoders:
     ) -> tuple[Encoding, int]:
         """Encodes prompts, or reads their encodings from the cache.
 
-        Prompts that the cache lacks (all, if there is no cache) are computed and written to it. In
-        a run of several processes, all must call this with the same prompts; a prompt that the
-        cache of any process lacks is computed by all together, and written by each to its cache.
+        Prompts that the cache lacks or holds damaged (all, if there is no cache) are computed and
+        written to it. In a run of several processes, all must call this with the same prompts; a
+        prompt that the cache of any process lacks is computed by all together, and written by each
+        to its cache.
 
         Args:
             prompts: one or more prompts.
@@ -177,8 +178,8 @@ class TextEncoders:
                 Its errors pass unchanged; the parameters are then not released.
 
         Returns:
-            The number of prompts that the cache lacked (a prompt that comes twice counts twice); 0
-            without a cache.
+            The number of prompts that the cache lacked, in any process (a prompt that comes twice
+            counts twice); 0 without a cache.
 
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a file of a
@@ -223,8 +224,9 @@ class TextEncoders:
         digits.
 
         It covers the revision of the encoding code (`REVISION`), the kind of the pipeline, the
-        dtype, and the configuration and weight files of each text encoder. Weight files are read if
-        their hashes are not in the cache yet.
+        dtype, and the configuration and weight files of each text encoder. It is computed once, at
+        the first use, which reads files whose hashes are not in the cache yet and stores the hashes
+        there.
 
         Raises:
             InputError: a file is missing or cannot be read.
@@ -241,7 +243,7 @@ class TextEncoders:
 
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
         """Encodes prompts, `chunk` at a time, and yields their encodings one by one. Loads the
-        parameters if necessary. Every process must consume it to the end.
+        parameters if necessary. Every process must consume it to the end, with the same tokens.
 
         Args:
             tokens: tokens of the prompts: arrays by name with one row per prompt. There may be no

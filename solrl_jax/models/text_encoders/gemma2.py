@@ -82,7 +82,7 @@ class Gemma2Config(ReleasedConfig):
 
         Missing fields, and a `layer_types` of None, get their defaults. Unknown fields are ignored,
         except those that would change the network. `rope_theta` may also be inside
-        `rope_parameters` or `rope_scaling`.
+        `rope_parameters` or `rope_scaling`, and takes precedence there.
 
         Args:
             fields: the contents. They are not changed.
@@ -111,8 +111,9 @@ class Gemma2Config(ReleasedConfig):
 
         Raises:
             ValueError: `hidden_activation` or an entry of `layer_types` is not a supported value;
-                `layer_types` has not one entry per layer; `num_key_value_heads` does not divide
-                `num_attention_heads`; or `head_dim` is odd. The message names the field.
+                `layer_types` is neither empty nor has one entry per layer; `num_key_value_heads`
+                does not divide `num_attention_heads`; or `head_dim` is odd. The message names the
+                field.
         """
         self.require_one_of("hidden_activation", ("gelu_pytorch_tanh",))
         self.require_one_of("layer_types", (SLIDING, FULL))
@@ -131,7 +132,7 @@ class Gemma2Config(ReleasedConfig):
     @property
     def attention_types(self) -> tuple[str, ...]:
         """The attention of each layer, "sliding_attention" or "full_attention": `layer_types`, or
-        both in turn if that is empty.
+        both in turn, sliding first, if that is empty.
         """
         if self.layer_types:
             return self.layer_types
@@ -213,8 +214,8 @@ class Gemma2Model(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """A layer: attention, then a gated MLP. Each has a norm before and a norm after it, and its
-    result is added to its input.
+    """A layer: attention, then a gated MLP (tanh GELU). Each has an RMSNorm before and one after
+    it, and its result is added to its input.
 
     Args:
         config: configuration of the network (`Gemma2Config`).

@@ -77,7 +77,7 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
         Missing fields get their defaults, and unknown ones are ignored. Each field is read from the
         mapping `text_config` (transformers 5) if it is there, or else from the top level;
         `model_type` always from the top level. `rope_theta` may also be inside `rope_parameters` or
-        `rope_scaling`.
+        `rope_scaling`, and takes precedence there. Their type "mrope" counts as not scaled.
 
         Args:
             fields: the contents, which are not changed.
@@ -130,7 +130,7 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
 
 
 def open_qwen2_5_vl(folder: Path, config: Qwen2_5_VLTextConfig) -> Component:
-    """Opens the language part of a released Qwen2.5-VL. No weight is read.
+    """Opens the language part of a released Qwen2.5-VL. No file is read.
 
     The vision part and the language-model head in the files are ignored.
 
@@ -163,7 +163,8 @@ def locate_language_tensors(
         "model..." in 4); and a dictionary with the position of every tensor in the files, by name.
 
     Raises:
-        FileNotFoundError: a file is missing.
+        FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files
+            without a standard name.
         ValueError: a file or an index of files cannot be read; or tensors are missing, unexpected,
             stored twice, or of another shape or dtype than the network takes. The message lists all
             such tensors.

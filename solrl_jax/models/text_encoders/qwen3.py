@@ -73,7 +73,7 @@ class Qwen3Config(ReleasedConfig):
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
         Missing fields get their defaults, and unknown ones are ignored. `rope_theta` may also be
-        inside `rope_parameters` or `rope_scaling`.
+        inside `rope_parameters` or `rope_scaling`, and takes precedence there.
 
         Args:
             fields: the contents. They are not changed.
@@ -107,8 +107,8 @@ class Qwen3Config(ReleasedConfig):
 
 
 def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Component:
-    """Opens a released Qwen3 as a text encoder, up to the last hidden state that is needed. No
-    weight is read.
+    """Opens a released Qwen3 as a text encoder, up to the last hidden state that is needed. No file
+    is read.
 
     Later layers and the language-model head in the files are ignored.
 
@@ -148,8 +148,8 @@ class Qwen3Model(nnx.Module):
     Args:
         config: configuration of the whole network (`Qwen3Config`).
         states: indices of the hidden states to return, as in transformers: state 0 is the embedded
-            tokens, and state i the output of layer i, counted from 1, without a norm. As many
-            layers are built as the largest index says, at least 1.
+            tokens, and state i the output of layer i, counted from 1, without a norm. The largest
+            index, which must be at least 1, is the number of layers that are built.
         rngs: random number generators for the initial weights.
     """
 

@@ -47,9 +47,10 @@ class T5Config(ReleasedConfig):
         num_layers: number of layers of the encoder.
         num_heads: number of attention heads.
         relative_attention_num_buckets: number of buckets into which the distances between tokens
-            are divided, 4 or more. Each bucket has its own position bias.
-        relative_attention_max_distance: distance in tokens from which on all pairs of tokens share
-            a bucket, more than a quarter of the number of buckets.
+            are divided, 4 or more; half of them are for keys after the query. Each bucket has its
+            own position bias.
+        relative_attention_max_distance: distance in tokens from which on all pairs of tokens in the
+            same order share a bucket, more than a quarter (rounded down) of the number of buckets.
         layer_norm_epsilon: epsilon of all norms, added to the mean of the squares.
         feed_forward_proj: "gated-gelu" (version 1.1), the only supported value.
         per_layer_bias: class attribute, not a field of the file: whether each layer has its own
@@ -74,7 +75,7 @@ class T5Config(ReleasedConfig):
 
     @classmethod
     def from_dict(cls: type[T], fields: Mapping[str, Any]) -> T:
-        """Makes a configuration from the contents of a `config.json`.
+        """Makes a configuration from the contents of a `config.json`, and checks it.
 
         Missing fields get their defaults. Unknown ones are ignored, except those that would change
         the network.
@@ -108,8 +109,8 @@ class T5Config(ReleasedConfig):
 
         Raises:
             ValueError: `feed_forward_proj` is not "gated-gelu", there are fewer than 4 buckets, or
-                `relative_attention_max_distance` is not above a quarter of their number. The
-                message names the field.
+                `relative_attention_max_distance` is not above a quarter (rounded down) of their
+                number. The message names the field.
         """
         self.require_one_of("feed_forward_proj", ("gated-gelu",))
         self.require(
@@ -125,8 +126,8 @@ class T5Config(ReleasedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class UMT5Config(T5Config):
-    """The fields of a released `config.json` of UMT5 that the encoder reads: those of `T5Config`,
-    with other defaults. Other fields of the file are ignored.
+    """The configuration of UMT5's encoder: the fields and checks of `T5Config`, with other defaults
+    and, in each layer, a table of position biases (`per_layer_bias`).
     """
 
     network = "UMT5EncoderModel"
@@ -220,7 +221,8 @@ class T5Stack(nnx.Module):
 
 
 class T5Block(nnx.Module):
-    """Attention, then the feed-forward network. Each is normalized before, and added to its input.
+    """A layer: attention, then the gated feed-forward network, each with an RMSNorm before it and a
+    residual connection.
 
     Args:
         config: configuration of the network: the widths and heads of a layer, and the epsilon of
@@ -241,14 +243,14 @@ class T5Block(nnx.Module):
         )
 
     def position_bias(self, buckets: Int[np.ndarray, "l l"]) -> Float[Array, "1 n l l"]:
-        """Looks up the position bias of each pair of tokens in the layer's own table, which only
-        UMT5 has.
+        """Looks up the position bias of each pair of tokens in the layer's own table. Only for
+        UMT5: the layers of T5 have none.
 
         Args:
             buckets: the bucket of each pair [query, key], as `relative_buckets` returns them.
 
         Returns:
-            The biases [1, heads, queries, keys].
+            The biases [1, heads, queries, keys], in the dtype of the table.
         """
         table = self.layer[0].SelfAttention.relative_attention_bias
         return bias_of_pairs(table.embedding.get_value(), buckets)
@@ -398,8 +400,8 @@ def relative_buckets(
     Args:
         length: number of positions.
         count: number of buckets, 4 or more.
-        max_distance: distance in tokens from which on all share the last bucket; more than `count
-            // 4`.
+        max_distance: distance in tokens from which on all share the last bucket of their half; more
+            than `count // 4`.
 
     Returns:
         An int64 array [queries, keys] with numbers from 0 to `count - 1`.

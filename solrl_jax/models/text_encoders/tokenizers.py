@@ -23,8 +23,8 @@ def load_tokenizer(folder: Path) -> Any:
     """Loads the tokenizer in a folder by transformers. Code in the folder is not run, and the hub
     is not asked.
 
-    It is loaded once per process: later calls with the same path return the same object, even if
-    the files have changed.
+    It is loaded once per process: later calls with the same path return the same object, with the
+    tokens that callers have added, even if the files have changed.
 
     Args:
         folder: a tokenizer's folder of a released pipeline or reward.
@@ -231,7 +231,7 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
             may reason before its answer).
 
     Returns:
-        The rendered texts, in the order of `prompts`.
+        The rendered texts, in the order of `prompts`; for a `NoVocabulary`, the prompts themselves.
 
     Raises:
         InputError: the folder is missing, the tokenizer cannot be loaded, or the template is

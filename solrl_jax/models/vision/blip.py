@@ -49,7 +49,7 @@ class ImageRewardConfig:
         text_eps: Epsilon of the layer norms of the text encoder.
         vocabulary: Number of tokens that the text encoder knows.
         positions: Greatest number of text tokens, at least `tokens`.
-        tokens: Number of tokens to which a prompt is padded or cut.
+        tokens: Number of tokens to which the reward pads or cuts a prompt; not read by the network.
     """
 
     image_size: int = 224
@@ -100,7 +100,7 @@ class ImageReward(nnx.Module):
                 deviation per channel (`Preprocessing`).
             input_ids: Token numbers of each image's prompt, at most `positions` per prompt, which
                 is not checked.
-            mask: True on tokens, false on padding.
+            mask: True on tokens, false on padding, which is not attended to.
 
         Returns:
             The rewards [b], in the dtype of `pixels`.
@@ -153,8 +153,8 @@ class VisualEncoder(nnx.Module):
 
 
 class VisionBlock(nnx.Module):
-    """A layer: attention, then an MLP of four times the width, each with a layer norm before it and
-    a residual connection.
+    """A layer: attention, then an MLP (four times the width, exact GELU), each with a layer norm
+    before it and a residual connection.
 
     Args:
         config: The sizes of the network (`ImageRewardConfig`).
@@ -256,8 +256,8 @@ class TextEncoder(nnx.Module):
 
 
 class TextLayer(nnx.Module):
-    """A layer: self-attention, cross-attention to the image, then an MLP. The result of each is
-    added to its input, and the sum normalized.
+    """A layer: self-attention, cross-attention to the image, then an MLP (exact GELU). The result
+    of each is added to its input, and the sum normalized.
 
     Args:
         config: The sizes of the network (`ImageRewardConfig`).

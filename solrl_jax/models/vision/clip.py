@@ -266,7 +266,7 @@ class CLIPModel(nnx.Module):
         Args:
             input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
                 end-of-text token.
-            attention_mask: True on tokens, false on padding.
+            attention_mask: True on tokens, false on padding, which is not attended to.
 
         Returns:
             One vector per text, [b, `projection_dim`], not normalized, in the dtype of the token
@@ -414,7 +414,7 @@ class TextModel(nnx.Module):
         Args:
             input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
                 end-of-text token.
-            attention_mask: True on tokens, false on padding.
+            attention_mask: True on tokens, false on padding, which is not attended to.
 
         Returns:
             One state per text, [b, `hidden_size`], in the dtype of the token embedding.

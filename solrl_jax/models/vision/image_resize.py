@@ -41,8 +41,9 @@ class Preprocessing:
     Attributes:
         size: Height and width of the result in pixels.
         kernel: Resampling kernel, with antialiasing: "bilinear" or "bicubic".
-        eight_bit: Whether to work on 8-bit images, as Pillow does: values are rounded and clipped.
-            Otherwise the result is that of PyTorch, neither rounded nor clipped.
+        eight_bit: Whether to work on 8-bit images, as Pillow does: values are rounded and clipped
+            to 8 bits before resizing and after each axis. Otherwise the result is that of PyTorch,
+            neither rounded nor clipped.
         fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
             center is kept. "pad": its longer edge is resized to `size`, and black is added on both
             sides (of an odd number of pixels, one more at the right or bottom).
@@ -153,7 +154,8 @@ def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
     """Evaluates a resampling kernel.
 
     Args:
-        x: Distances in pixels, not negative, of any shape.
+        x: Distances in pixels, divided by the factor by which the kernel is widened; not negative,
+            of any shape.
         kernel: "bilinear" (zero from distance 1 on), or "bicubic" (Keys' kernel with a = -1/2, zero
             from distance 2 on).
 
@@ -225,7 +227,7 @@ def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
             "bHwc,hH->bhwc" for the height.
 
     Returns:
-        The resized images in float32, with the values 0, 1, ..., 255.
+        The resized images in float32, with the values 0, 1, ..., 255. Their gradient is zero.
     """
     weights = np.trunc(matrix * 2**PILLOW_BITS + np.copysign(0.5, matrix))
     upper = np.round(weights / LOW_PART)

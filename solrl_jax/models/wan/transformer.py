@@ -271,11 +271,12 @@ class ConditionEmbedding(nnx.Module):
         self, timestep: Float[Array, " b"], dtype: jnp.dtype
     ) -> tuple[Float[Array, "b d"], Float[Array, "b 6 d"]]:
         """Embeds the timestep by sinusoids and an MLP in float32, and projects the SiLU of the
-        embedding to six modulation vectors in `dtype`.
+        embedding to six modulation vectors.
 
         Args:
             timestep: `1000 * sigma` of each sample.
-            dtype: dtype of the network, to which the embedding is rounded, as in the released code.
+            dtype: dtype of the network. The embedding is rounded to it, and projected in it, as in
+                the released code.
 
         Returns:
             (embedding, vectors), both float32. The embedding [b, d] modulates the output of the

@@ -29,7 +29,7 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 
 
 class ZImagePipeline(Pipeline):
-    """Z-Image or Z-Image-Turbo: Qwen3 encodes the prompt.
+    """Z-Image or Z-Image-Turbo: Qwen3 encodes the prompt. Guidance takes a second evaluation.
 
     `ZImagePipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
     diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
@@ -143,8 +143,8 @@ class ZImagePipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes each prompt as a user's turn of a chat, with Qwen3's reasoning switched on,
-        padded on the right.
+        """Tokenizes each prompt as a user's turn of a chat, with Qwen3's reasoning switched on
+        (`enable_thinking`), padded on the right.
 
         Args:
             prompts: one or more texts.

@@ -46,8 +46,10 @@ def judge(
     Sends one request per image whose scores are not in the cache, and stores them there. Equal
     images with equal prompts are one request. Requests still without an answer fail when 9/10 of
     the seconds that are left to this call have passed. Also adds to the counters of the run
-    (`rewards.usage`): "cached", "failures", "requests", "request_seconds", "retries",
-    "prompt_tokens" and "completion_tokens". The cache and the connection stay open.
+    (`rewards.usage`): "cached" (requests that the cache spared), "failures" (images without a score
+    because of an error), "requests" (with repeated ones), "request_seconds" (their time, summed),
+    "retries" (before an answer), and "prompt_tokens" and "completion_tokens" as the endpoint
+    reports them. The cache and the connection stay open.
 
     Args:
         images: Images [n, H, W, 3] in [0, 1]; finite values outside are clipped. One with a
@@ -413,6 +415,7 @@ def _open_service(options: str, concurrency: int) -> Service:
     Raises:
         Failure: If the cache cannot be opened.
         InputError: If its directory is a file, or there is no home directory for it.
+        PermissionError: If a parent of its directory may not be searched.
         ValueError: If `options` is no such text.
         KeyError: If a field is missing in it.
     """

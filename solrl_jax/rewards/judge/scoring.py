@@ -179,8 +179,8 @@ def _without_fence(text: str) -> str:
         text: Any text.
 
     Returns:
-        The lines inside the fence, or the text itself without a fence of several lines; in both
-        cases without white space at the ends.
+        The lines inside the fence, with the line feeds around them. Without a fence of several
+        lines, the text without white space at its ends.
     """
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:

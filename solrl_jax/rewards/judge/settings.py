@@ -150,7 +150,7 @@ def _check_variable(name: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeSettings(Section):
-    """The options of a judge, as `reward.options.NAME` has them.
+    """The options of a judge, as `reward.options` has them under "judge" or "judge-NAME".
 
     A judge is a vision-language model behind an OpenAI-compatible endpoint, which is asked a
     question about each image. Types and ranges are checked when `open_judge` reads the options;

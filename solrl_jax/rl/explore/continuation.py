@@ -14,7 +14,7 @@ from solrl_jax.rl.sampler import make_schedule
 def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | None:
     """Returns the steps at whose beginning an objective that trains on reward gradients is trained.
     `generate` draws one of them for each sample, from its seed. A user's objective,
-    `module:function`, is imported for this.
+    `module:function`, is imported for this, which must succeed.
 
     Args:
         config: The configuration. `algorithm.last_steps` is the number of last steps, or if it is

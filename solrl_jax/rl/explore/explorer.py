@@ -88,8 +88,9 @@ class Explorer:
 
         Args:
             steps: The number of solver steps, at least 1.
-            noise_start: The first step of the full schedule, counted from 0, that adds noise, if
-                `rollout.noise_level` is above 0.
+            noise_start: The first step of the full schedule, counted from 0, of the
+                `rollout.sde_window_size` (None: all) that add noise, if `rollout.noise_level` is
+                above 0.
 
         Returns:
             A schedule of that many steps; equal arguments give the same object. With
@@ -197,16 +198,17 @@ class Explorer:
         """Returns the sampler that candidates are explored with.
 
         This allocates the quantized policy on the devices, which is freed with the sampler. The
-        first call may sample from the base, for options that measure (`quantizer`, `schedule`).
-        Every process of a run must call it.
+        first call with a setting may sample from the base, for options that measure (`quantizer`,
+        `schedule`). Every process of a run must call it.
 
         Args:
             adapters: The trainable parameters by path of the policy that explores, usually the old
                 one.
             setting: Its `precision` and `steps` are the format and the number of solver steps. Its
                 `option_set` is ignored: the options are those of this explorer.
-            noise_start: The first step of the full schedule, counted from 0, that adds noise, if
-                `rollout.noise_level` is above 0.
+            noise_start: The first step of the full schedule, counted from 0, of the
+                `rollout.sde_window_size` (None: all) that add noise, if `rollout.noise_level` is
+                above 0.
 
         Returns:
             A sampler named "explore" with this policy and its schedule. Decoder, latent shape and

@@ -40,8 +40,8 @@ class LinearLayer:
         n_out: The number of outputs of one layer.
         reason_kept: Why the parameter stays in the training precision, or "" if it is quantized.
             "skip NAME": NAME of `modules_to_not_convert` is a part of its path. "min_dim WIDTH":
-            the larger of its inputs and outputs is at most WIDTH. Otherwise the name of an
-            exploration format that quantizes nothing.
+            the larger of its inputs and outputs, those of fused layers together, is at most WIDTH.
+            Otherwise the name of an exploration format that quantizes nothing.
         bytes_before: The bytes of the parameter in the training precision, all layers together.
         bytes_after: The bytes that it takes during exploration, all layers together.
         errors: For each layer, |quantized - exact| / |exact| in the Frobenius norm. Empty if it was

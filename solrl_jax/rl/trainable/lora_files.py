@@ -1,4 +1,4 @@
-"""LoRA files that other tools read: the safetensors file of diffusers and the directory of PEFT.
+"""Exports LoRA files for diffusers and PEFT, and imports those and the files of other trainers.
 
 Both hold two tensors per linear layer under its released name: `lora_A.weight` [rank, in] and
 `lora_B.weight` [out, rank], with two further axes of size one for a 1x1 convolution. They are our
@@ -182,8 +182,8 @@ def import_lora(
 
     Returns:
         A pair: the adapters by path in sorted order, {"a": [..., in, rank], "b": [..., rank, out]}
-        in float32, and the rank and alpha that all of them have. A layer for which the file states
-        no alpha has its rank as alpha.
+        in float32 on the default device, and the rank and alpha that all of them have. A layer for
+        which the file states no alpha has its rank as alpha.
 
         A linear layer that the file does not mention has no adapter; where the file has only some
         layers of a stack, the factors of the others are zero. If the layers of the file differ in

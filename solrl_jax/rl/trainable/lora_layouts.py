@@ -186,8 +186,8 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
         modules: The diffusers names of all linear layers of the network.
 
     Returns:
-        The layers of the file, each with the keys of its tensors (a layer may lack a part), and the
-        keys of text encoders, of DoRA, of biases and unknown ones as lists.
+        The layers of the file, each with the keys of its tensors (a layer may lack a part), the
+        layout, and the sorted keys of text encoders, of DoRA, of biases and unknown ones.
     """
     names = _file_names(modules)
     parsed = ParsedKeys({}, _layout(keys), [], [], [], [])

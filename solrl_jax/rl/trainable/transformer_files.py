@@ -32,8 +32,8 @@ MOST = 10 * 10**9  # largest bytes of tensors in one file, as in `save_pretraine
 
 
 def check_directory(folder: Path) -> None:
-    """Checks that `export_transformer` can write to a path and would remove no file of another
-    kind.
+    """Checks that `export_transformer` would remove no file of another kind at a path. Whether the
+    disk takes the files is not checked.
 
     Args:
         folder: The directory to be written. It need not exist. It may hold an earlier export:
@@ -73,16 +73,16 @@ def export_transformer(
     """Writes a policy as the directory of a transformer, for a policy with parameters trained in
     full.
 
-    The directory appears whole, by a rename. An earlier export in its place is replaced. The host
-    holds the tensors of one file at a time. `config.json` is that of the base: it does not mention
-    parameters that the configuration adds to the network (`model.attention`), though they are
-    written.
+    The directory appears whole, by a rename. An earlier export in its place is replaced; it stays
+    if an error is raised. The host holds the tensors of one file at a time; several files get an
+    index beside them. `config.json` is that of the base: it does not mention parameters that the
+    configuration adds to the network (`model.attention`), though they are written.
 
     Args:
         folder: The directory to write. Missing parent directories are created.
         backbone: The base, and the directory whose `transformer/config.json` is copied.
         trained: The trainable parameters by path: whole arrays take the place of the base's, and
-            adapters are written to a LoRA file of their own.
+            adapters are written to `pytorch_lora_weights.safetensors` beside them.
         settings: Rank and alpha of the adapters among them. They have no effect without adapters.
         dtype: The dtype of all tensors, e.g. `jnp.float32` (the default) or `jnp.bfloat16`.
         most: The largest number of bytes of tensors in one file, by default 10 GB (10^10). A single
@@ -91,8 +91,7 @@ def export_transformer(
     Raises:
         InputError: If the name ends in .safetensors, the path is a file, or the directory holds
             files other than an earlier export; if a value is not finite in `dtype`; or if there are
-            adapters that do not fit the network or that change nothing. An earlier export is then
-            left as it is.
+            adapters that do not fit the network or that change nothing.
         RunError: If the disk refuses, `transformer/config.json` of the base cannot be copied, or
             the file of the adapters does not read back as it was written.
     """
