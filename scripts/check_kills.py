@@ -142,7 +142,7 @@ class Process:
 
 def newest(folder: Path) -> int:
     """Verifies the newest checkpoint. Returns its iteration, or 0 if there is none."""
-    for path in checkpoint.candidates(folder / "checkpoints"):
+    for path in checkpoint.list_checkpoints(folder / "checkpoints"):
         checkpoint.verify(path)
         return checkpoint.iteration_of(path) or 0
     return 0
@@ -156,7 +156,9 @@ def shapes() -> Any:
 
 def state_of(folder: Path, iterations: int) -> dict[str, np.ndarray]:
     """Returns the arrays of the last checkpoint by key path."""
-    state, meta = checkpoint.restore(checkpoint.candidates(folder / "checkpoints")[0], shapes())
+    state, meta = checkpoint.restore(
+        checkpoint.list_checkpoints(folder / "checkpoints")[0], shapes()
+    )
     assert meta["iteration"] == iterations
     return {
         jax.tree_util.keystr(key): np.asarray(leaf)
@@ -297,7 +299,7 @@ def flip_bits(folder: Path, iterations: int, count: int, rng: random.Random) -> 
     for number in range(1, count + 1):
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(whole, run)
-        last, before = checkpoint.candidates(run / "checkpoints")[:2]
+        last, before = checkpoint.list_checkpoints(run / "checkpoints")[:2]
         assert isinstance(last, Path)
         files = sorted(path for path in last.rglob("*") if path.is_file() and path.stat().st_size)
         file = files[(number - 1) % len(files)]

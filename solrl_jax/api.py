@@ -32,11 +32,11 @@ from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.rl.trainable.trainable import Trainable, find_trained_paths
 from solrl_jax.runs import trainer
 from solrl_jax.runs.directory import (
-    configuration,
     find_checkpoint,
     load_ema,
     load_policy,
     read_run,
+    read_target,
 )
 from solrl_jax.runs.generation import Generation, Request, generate_images
 from solrl_jax.runs.model_card import add_card, check_name, check_replaceable
@@ -143,7 +143,7 @@ def open_policy(
         ValueError: If `target` begins with the `~USER` of a user that does not exist, or a pattern
             in `train.parameters` or `lora.target_modules` matches no parameter of the model.
     """
-    config, run = configuration(expand_home(str(target)), overrides, preset, trust=trust)
+    config, run = read_target(expand_home(str(target)), overrides, preset, trust=trust)
     path = find_checkpoint(run or str(target), checkpoint)
     experiment = build(config)
     trainable, iteration = load_policy(run, config, experiment.backbone, path)

@@ -5,7 +5,7 @@ import numpy as np
 
 import solrl_jax
 from solrl_jax.rewards.groups import round_robin
-from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.host import ScoringFailure
 
 
 def ranks(images, prompts, metadata):
@@ -29,7 +29,7 @@ brighter.pairwise = True
 def brighter_while_it_lasts(first, second, prompts, metadata):
     """`brighter` for calls of 16 pairs; the shorter last call of a group has no answer."""
     if len(first) < 16:
-        raise Failure("overloaded")
+        raise ScoringFailure("overloaded")
     return brighter(first, second, prompts, metadata)
 
 

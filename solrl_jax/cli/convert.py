@@ -391,7 +391,7 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
         files.atomic_write(
             folder / TRANSFORMER / "config.json", json.dumps(fields, indent=2) + "\n"
         )
-        with files.writing(out):
+        with files.disk_errors_as_run_errors(out):
             for name, source in copied.items():
                 _copy(source, folder / name)
         # checked before the weights are written, which takes long

@@ -32,7 +32,7 @@ from solrl_jax.planning import device_checks, proposals
 from solrl_jax.planning.abstract import open_configurations
 from solrl_jax.planning.targets import CUDNN, TARGETS
 from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format
-from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.rewards.judge.settings import open_judge
 from solrl_jax.rewards.registry import (
     is_judge,
@@ -48,7 +48,7 @@ from solrl_jax.rl.experiment import (
     read_instruction,
     select_parameters,
 )
-from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
+from solrl_jax.rl.memory_check import check_memory, device_memory
 from solrl_jax.runs.record import PACKAGES
 from solrl_jax.storage import hub
 
@@ -239,7 +239,7 @@ def find_missing(config: Config) -> dict[str, Any]:
         with noted():
             judges[name] = _probe_judge(name, config)
     with noted():
-        weights |= sizes(config)
+        weights |= check_sizes(config)
     with noted():
         if not _model_download(config):
             _check_weights(config.model.path)
@@ -298,7 +298,7 @@ def _probe_judge(name: str, config: Config) -> str:
     judge = open_judge(name, options)
     try:
         support = probe(judge)
-    except Failure as failure:
+    except ScoringFailure as failure:
         raise InputError(f"reward '{name}': {judge.settings.base_url}: {failure}") from None
     if support.problem is not None:
         raise InputError(
@@ -334,7 +334,7 @@ def proposal(config: Config) -> dict[str, Any]:
     }
 
 
-def sizes(config: Config) -> dict[str, int]:
+def check_sizes(config: Config) -> dict[str, int]:
     """Computes the sizes of a model's parts, and checks that no single array of training is larger
     than this machine's memory.
 
@@ -349,7 +349,7 @@ def sizes(config: Config) -> dict[str, int]:
     Raises:
         InputError: If the model is unknown here, its settings or the mesh are not possible, or a
             device's share of the transformer, or one array of training, is larger than the memory
-            for it (`refuse_what_cannot_fit`).
+            for it (`check_memory`).
     """
     pipeline = open_configurations(config.model.path, mhla=mhla_override(config.model))
     dtype = DTYPES[config.rollout.precision]
@@ -369,7 +369,7 @@ def sizes(config: Config) -> dict[str, int]:
             "smaller model"
         )
     trained_paths, _ = select_parameters(config, pipeline, first_device_info())
-    refuse_what_cannot_fit(config, pipeline, trained_paths, sharding.row_groups(mesh))
+    check_memory(config, pipeline, trained_paths, sharding.row_groups(mesh))
     return part_sizes
 
 

@@ -90,8 +90,8 @@ def fill_cache(
         )
     encoders.check_instruction(instruction)
     empty, encoded = encoders.encode([""], tokens)
-    for start in range(0, len(prompts), encoders.chunk):
-        part = prompts[start : start + encoders.chunk]
+    for start in range(0, len(prompts), encoders.prompts_per_chunk):
+        part = prompts[start : start + encoders.prompts_per_chunk]
         encoded += encoders.encode(part, tokens, instruction)[1]
         progress(len(part))
     size = sum(x.nbytes for x in empty.values())

@@ -24,7 +24,7 @@ from solrl_jax.config.values import expand_home
 from solrl_jax.errors import InputError
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.trainable.trainable import Trainable
-from solrl_jax.runs.directory import configuration, find_checkpoint, is_run, load_policy
+from solrl_jax.runs.directory import find_checkpoint, is_run, load_policy, read_target
 from solrl_jax.runs.evaluate import (
     Evaluation,
     ImageGrid,
@@ -130,12 +130,12 @@ def command(
             raise InputError(f"gallery={gallery}: shows two policies; it needs --paired")
         refuse_existing("gallery", [gallery], force)
         writable_directory(gallery.absolute().parent, "--gallery")
-    config, _ = configuration(target, overrides, preset, trust=trust)
+    config, _ = read_target(target, overrides, preset, trust=trust)
     overrides += _eval_only_override(config, rewards)
     if other is not None:
         # Only the policy of the other one is used, with the settings and rewards of the first.
         find_checkpoint(other, "latest")  # raises before weights are loaded
-        other_config, other_run = configuration(other, (), preset, trust=True)
+        other_config, other_run = read_target(other, (), preset, trust=True)
         if other_config.model.path != config.model.path:
             raise InputError(
                 f"{other}: is a policy for {other_config.model.path}, not for "

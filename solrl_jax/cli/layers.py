@@ -21,8 +21,8 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.formats import resolve_format
 from solrl_jax.rl.experiment import first_device_info, load_prompt_sets
 from solrl_jax.rl.explore import quantized_layers
-from solrl_jax.rl.sensitivity import measure, propose_unquantized, table
-from solrl_jax.runs.directory import configuration, find_checkpoint, load_policy
+from solrl_jax.rl.sensitivity import format_table, measure, propose_unquantized
+from solrl_jax.runs.directory import find_checkpoint, load_policy, read_target
 
 DROP = 0.02  # by how much a proposed rule may lower the rank correlation (Spearman)
 
@@ -96,7 +96,7 @@ def command(
     if drop is not None and sensitivity is None:
         raise InputError(f"drop={drop}: only with --sensitivity, whose proposal it limits")
     needs_rewards = sensitivity is not None
-    config, run = configuration(target, overrides, None, trust=trust or not needs_rewards)
+    config, run = read_target(target, overrides, None, trust=trust or not needs_rewards)
     if sensitivity is not None:
         available = len(load_prompt_sets(config)[1])
         if sensitivity > available:
@@ -114,7 +114,7 @@ def command(
             "groups": [dataclasses.asdict(group) for group in groups],
             "skip": skip,
         }
-        finish(summary, as_json, table(exact, groups, skip))
+        finish(summary, as_json, format_table(exact, groups, skip))
         return
 
     device = first_device_info()

@@ -221,7 +221,7 @@ def main() -> None:
             fail(f"a function that was called ended the process (SystemExit: {stop.code})", 1)
         raise
     except BaseException as error:  # a panic in Rust is no Exception
-        fail(*explained(error))
+        fail(*describe_failure(error))
 
 
 def _hang_up(*_: object) -> None:
@@ -254,7 +254,7 @@ def _open_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def explained(error: BaseException) -> tuple[str, int]:
+def describe_failure(error: BaseException) -> tuple[str, int]:
     """Returns the message and the exit code for an error that ended a command.
 
     Args:

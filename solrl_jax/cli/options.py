@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from solrl_jax.config.values import MAX_NUMBER, expand_home
-from solrl_jax.storage.readers import is_number, strict
+from solrl_jax.storage.readers import is_number, to_strict_json
 from solrl_jax.storage.stores import is_url, run_path
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
@@ -193,4 +193,4 @@ def print_json(value: Any) -> None:
     Raises:
         TypeError: If JSON has no such value.
     """
-    click.echo(json.dumps(strict(value), allow_nan=False))
+    click.echo(json.dumps(to_strict_json(value), allow_nan=False))

@@ -22,9 +22,9 @@ from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import load_prompt_sets
-from solrl_jax.runs.directory import configuration
+from solrl_jax.runs.directory import read_target
 from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
-from solrl_jax.storage.readers import is_number, parse_json, read_bytes, strict
+from solrl_jax.storage.readers import is_number, parse_json, read_bytes, to_strict_json
 from solrl_jax.storage.stores import RunPath
 
 
@@ -103,7 +103,7 @@ def command(
     option_sets = _split("explore", explore)
     format_names = _split("formats", formats)
     step_counts = _parse_numbers("steps", steps)
-    config, run = configuration(target, overrides, None, trust=trust)
+    config, run = read_target(target, overrides, None, trust=trust)
     # The lists and the number of prompts are checked before models are loaded.
     settings = rank.sweep(config, explore=option_sets, formats=format_names, steps=step_counts)
     available = len(load_prompt_sets(config)[1])
@@ -130,9 +130,9 @@ def command(
             steps=step_counts,
             progress=show,
         )
-    atomic_write(folder / "rank.json", json.dumps(strict(results), indent=2) + "\n")
+    atomic_write(folder / "rank.json", json.dumps(to_strict_json(results), indent=2) + "\n")
     computed = {s.precision: FORMATS[s.precision].describe(experiment.device) for s in settings}
-    lines = [rank.table(results, settings)]
+    lines = [rank.format_table(results, settings)]
     lines += [f"{name}: {description}" for name, description in computed.items()]
     summary = {"out": str(folder), "formats": computed, "settings": [*map(_means, results)]}
     finish(summary, as_json, "\n".join(lines))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import InputError
-from solrl_jax.storage.readers import parse_json, read_text, strict
+from solrl_jax.storage.readers import parse_json, read_text, to_strict_json
 
 # The most lines, rows or items of a prompt file.
 MAX_PROMPTS = 2**20
@@ -377,7 +377,7 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
         message = " ".join(str(error).split())
         raise InputError(f"{where}: cannot be read as Parquet ({message})") from error
     return [
-        _row_of_table(strict(values), column, f"row {number}", where)
+        _row_of_table(to_strict_json(values), column, f"row {number}", where)
         for number, values in enumerate(rows, start=1)
     ]
 

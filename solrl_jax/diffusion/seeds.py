@@ -67,7 +67,7 @@ def stream(key: Array, name: str) -> Array:
     return jax.random.fold_in(key, STREAMS[name])
 
 
-def key(run_seed: int | Int[Array, ""], name: str) -> Array:
+def run_key(run_seed: int | Int[Array, ""], name: str) -> Array:
     """Returns the key from which a run draws the random numbers for one use (stream).
 
     Args:
@@ -109,7 +109,7 @@ def candidate_seeds(
         KeyError: If there is no stream of that name.
         OverflowError: If the seed or the iteration is an integer beyond the range of an int32.
     """
-    root = jax.random.fold_in(key(run_seed, name), iteration)
+    root = jax.random.fold_in(run_key(run_seed, name), iteration)
 
     def seed(uid: Array, index: Array) -> Array:
         return jax.random.key_data(jax.random.fold_in(jax.random.fold_in(root, uid), index))

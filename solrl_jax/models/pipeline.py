@@ -257,7 +257,7 @@ class Pipeline(abc.ABC):
         return unconditional + scale * (conditional - unconditional)
 
     @property
-    def mu(self) -> Callable[[int, int], float] | None:
+    def shift_formula(self) -> Callable[[int, int], float] | None:
         """The formula by which the schedule is shifted towards noise for larger images; None:
         FLUX.1's formula is used.
 

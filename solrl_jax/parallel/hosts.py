@@ -372,7 +372,7 @@ def any_flags(flags: Sequence[bool]) -> list[bool]:
     return [any(values) for values in zip(*gather_values(list(flags)), strict=True)]
 
 
-def memory() -> int:
+def host_memory() -> int:
     """Returns the size of this host's physical memory in bytes. A smaller limit of a container is
     not considered.
     """

@@ -25,14 +25,14 @@ class Sum:
     """
 
     rounded: Any
-    lost: Any
+    rounding_error: Any
 
     @property
     def value(self) -> Any:
         """The sum, corrected by its rounding errors: `rounded + lost`. NaN where `rounded` is
         infinite or NaN.
         """
-        return jax.tree.map(jnp.add, self.rounded, self.lost)
+        return jax.tree.map(jnp.add, self.rounded, self.rounding_error)
 
 
 def zero(tree: Any) -> Sum:
@@ -58,7 +58,7 @@ def add(total: Sum, tree: Any) -> Sum:
     """
     rounded = jax.tree.map(jnp.add, total.rounded, tree)
     lost = jax.tree.map(_lost, total.rounded, tree, rounded)
-    return Sum(rounded, jax.tree.map(jnp.add, total.lost, lost))
+    return Sum(rounded, jax.tree.map(jnp.add, total.rounding_error, lost))
 
 
 def add_each(total: Sum, trees: Any, count: int) -> Sum:
@@ -90,7 +90,9 @@ def join(parts: Sum) -> Sum:
 
     def one(total: Sum, part: Sum) -> tuple[Sum, None]:
         total = add(total, part.rounded)
-        return Sum(total.rounded, jax.tree.map(jnp.add, total.lost, part.lost)), None
+        return Sum(
+            total.rounded, jax.tree.map(jnp.add, total.rounding_error, part.rounding_error)
+        ), None
 
     return jax.lax.scan(one, zero(jax.tree.map(lambda x: x[0], parts.rounded)), parts)[0]
 

@@ -20,7 +20,7 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Array:
+class ResultArray:
     """One array in the result of an instruction.
 
     Attributes:
@@ -66,7 +66,7 @@ class Instruction:
 
     name: str
     opcode: str
-    arrays: tuple[Array, ...]
+    arrays: tuple[ResultArray, ...]
     # Without repr=False, their operands would be printed, too.
     operands: tuple["Instruction", ...] = dataclasses.field(repr=False)
     literal: str
@@ -151,7 +151,7 @@ class Module:
         """
         for step in self.computations[computation or self.entry]:
             if step.opcode == "while":
-                turns = self.turns(step)
+                turns = self.trip_count(step)
                 if turns is None or turns > 0:
                     yield from self.executed(step.value("body"), times * (turns or 1))
             elif step.opcode == "conditional":
@@ -164,7 +164,7 @@ class Module:
             else:
                 yield step, times
 
-    def turns(self, loop: Instruction) -> int | None:
+    def trip_count(self, loop: Instruction) -> int | None:
         """Returns the number of iterations of a loop, or None if it is unknown.
 
         It is known if XLA wrote it down (`known_trip_count`), or if the loop runs while a counter
@@ -184,11 +184,11 @@ class Module:
         return int(test.operands[1].literal) if counts else None
 
     def unknown_loops(self) -> int:
-        """Returns how many loops of the program have an unknown number of iterations (`turns`)."""
+        """Returns how many loops of the program have no known `trip_count`."""
         loops = [
             step for steps in self.computations.values() for step in steps if step.opcode == "while"
         ]
-        return sum(self.turns(loop) is None for loop in loops)
+        return sum(self.trip_count(loop) is None for loop in loops)
 
     def root(self, computation: str) -> Instruction:
         """Returns the instruction whose result is the result of a computation.
@@ -278,7 +278,7 @@ def _instructions(lines: list[str]) -> list[Instruction]:
     return list(instructions.values())
 
 
-def _arrays(text: str) -> tuple[Array, ...]:
+def _arrays(text: str) -> tuple[ResultArray, ...]:
     """Parses the type of a result into its arrays.
 
     Args:
@@ -293,7 +293,7 @@ def _arrays(text: str) -> tuple[Array, ...]:
     for kind, dims, layout in _ARRAY.findall(text):
         space = re.search(r"S\((\d+)\)", layout)
         shape = tuple(int(n.lstrip("<=")) for n in dims.split(",") if n)
-        arrays.append(Array(kind, shape, int(space[1]) if space else 0))
+        arrays.append(ResultArray(kind, shape, int(space[1]) if space else 0))
     return tuple(arrays)
 
 

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
-from solrl_jax.planning.hlo import Array, Instruction, Module
+from solrl_jax.planning.hlo import Instruction, Module, ResultArray
 
 # Instructions that only name data, and run no kernel.
 FREE = {
@@ -117,7 +117,7 @@ def collective(opcode: str) -> str | None:
     return name if name in COLLECTIVES else None
 
 
-def native(all_kernels: Iterable[Kernel]) -> dict[str, int]:
+def count_library_kernels(all_kernels: Iterable[Kernel]) -> dict[str, int]:
     """Counts the runs of hand-written kernels: matmuls, convolutions and attention of cuBLAS and
     cuDNN, and all Pallas kernels.
 
@@ -297,7 +297,9 @@ def _library(step: Instruction, name: str) -> tuple[float, str]:
     return float(step.text("flops") or 0 if name in PALLAS else 0), kind  # of its `cost_estimate`
 
 
-def _convolution(step: Instruction, left: Array, kernel: Array, out: Array) -> float:
+def _convolution(
+    step: Instruction, left: ResultArray, kernel: ResultArray, out: ResultArray
+) -> float:
     """Returns the operations of one run of a convolution, with 2 for a multiply-add.
 
     Multiplications with padding, or with the zeros that dilation inserts, do not count. XLA writes
@@ -346,7 +348,7 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 # --- memory ---
 
 
-def _first_result(step: Instruction) -> Array:
+def _first_result(step: Instruction) -> ResultArray:
     """Returns the first array that an instruction computes.
 
     The start of an asynchronous operation returns a tuple of its operands and its results. The

@@ -23,7 +23,7 @@ from solrl_jax.rl.generate import Conditions, SeedBatch, decode_chunk, sample_ch
 from solrl_jax.rl.reward_gradient import (
     gradient_decoder,
     reward_gradient,
-    rows_per_call,
+    samples_per_call,
     try_targets,
 )
 from solrl_jax.rl.sampler import Sampler, Segment, shift_steps
@@ -171,7 +171,7 @@ class Phases:
         """
         rollout = self.experiment.config.rollout
         prompts = self.experiment.config.train.num_prompts
-        rows = self._sampler.chunk * groups
+        rows = self._sampler.samples_per_device * groups
         return -(-prompts * rollout.candidates // rows), -(
             -prompts * rollout.kept * rollout.regenerate // rows
         )
@@ -280,11 +280,11 @@ class Phases:
         mesh = self.rows_mesh
         encoders = backbone.text_encoders
         tokens = backbone.pipeline.tokenize(
-            [""] * encoders.chunk, model.max_sequence_length, backbone.instruction
+            [""] * encoders.prompts_per_chunk, model.max_sequence_length, backbone.instruction
         )
         token_shapes = abstract(tokens, mesh, sharding.rows(mesh))
         calls = (
-            -(-self.experiment.config.train.num_prompts // encoders.chunk) + 1
+            -(-self.experiment.config.train.num_prompts // encoders.prompts_per_chunk) + 1
         )  # and the empty prompt
         return Program(mesh, encode_chunk, (encoders, self.encoders, token_shapes), calls)
 
@@ -329,7 +329,7 @@ class Phases:
             shape: The shape of one row; () for one number per sample.
             dtype: The dtype of the elements, e.g. `jnp.float32`.
         """
-        rows = self._sampler.chunk * row_groups(mesh)
+        rows = self._sampler.samples_per_device * row_groups(mesh)
         return jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
 
     def _sample(
@@ -408,7 +408,7 @@ class Phases:
         config = experiment.config
         mesh = self.rows_mesh
         num_kept = config.train.num_prompts * config.rollout.kept
-        rows = rows_per_call(config, num_kept, mesh.size)
+        rows = samples_per_call(config, num_kept, mesh.size)
         latents, index = (
             jax.ShapeDtypeStruct((rows, *shape), dtype, sharding=sharding.rows(mesh))
             for shape, dtype in ((self._sampler.shape, jnp.float32), ((), jnp.int32))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from typing import Any
 
 from solrl_jax.planning.hlo import parse
-from solrl_jax.planning.kernels import Kernel, kernels, native
+from solrl_jax.planning.kernels import Kernel, count_library_kernels, kernels
 from solrl_jax.planning.links import Collective, collectives
 from solrl_jax.planning.targets import Target
 
@@ -129,7 +129,7 @@ class Roofline:
             "split": split,
             "products_at_peak": sum(map(self.peak_seconds, self.kernels)),
             "kernels": sum(kernel.times for kernel in self.kernels),
-            "native": native(self.kernels),
+            "native": count_library_kernels(self.kernels),
             "operations": {unit: count for unit, count in operations.items() if count},
             "memory_traffic": sum(kernel.times * kernel.moved for kernel in self.kernels),
             "collectives": self._collective_rows(),

@@ -26,7 +26,7 @@ def platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def triton_converts_fp8() -> bool:
+def local_triton_converts_fp8() -> bool:
     """Returns whether Triton kernels can convert to FP8, judged by the first device of JAX.
 
     Returns:

@@ -44,7 +44,7 @@ class HalfPrecisionWeight(Leaf):
             The result [rows, n_out] in the dtype of the weight, with its outputs sharded over the
             mesh axis `tensor` if their number is a multiple of the axis.
         """
-        return tensor_parallel.matmul(x.astype(self.weight.dtype), self.weight)
+        return tensor_parallel.column_parallel_matmul(x.astype(self.weight.dtype), self.weight)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
         """Returns the weight [..., in, out] in float32."""

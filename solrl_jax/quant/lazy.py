@@ -438,7 +438,7 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     def kernel_on(*arrays: Array) -> tuple[Array, ...]:
         return triton_kernel(encode, _replace_arrays(parts, iter(arrays)))
 
-    if not compile_target.triton_converts_fp8():
+    if not compile_target.local_triton_converts_fp8():
         outputs = jax.eval_shape(reference_on, *_arrays(parts))
         if any(x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating) for x in outputs):
             return reference_on(*_arrays(parts))

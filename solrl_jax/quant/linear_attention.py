@@ -138,7 +138,7 @@ def linear_attention(
     width = max(x.shape[2] for x in v.parts[0].arrays)
     head_dim = width // heads
     if blocks is None or mix is None:
-        plain = reference
+        plain = plain_reference
         blocks = Blocks((1, 1), (1, q.num_rows))
         mix = jnp.ones((1, 1))
     else:
@@ -172,7 +172,7 @@ def linear_attention(
     return attend(mix[None], *arrays)
 
 
-def reference(
+def plain_reference(
     q: Float[Array, "b n d"], k: Float[Array, "b m d"], v: Float[Array, "b m d"], heads: int
 ) -> Float[Array, "b n d"]:
     """Computes SANA's linear attention in plain JAX, without blocks: for each head, a query q

@@ -50,7 +50,7 @@ class LowRank(Leaf):
             axis `tensor` if their number is a multiple of the axis. Gradients of `a` and `b` are
             accumulated in float32.
         """
-        y = tensor_parallel.matmul(x, self.base.astype(x.dtype))
+        y = tensor_parallel.column_parallel_matmul(x, self.base.astype(x.dtype))
         return y + _low_rank_matmul(self.scale, x, self.a, self.b)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:

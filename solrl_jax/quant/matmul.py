@@ -92,7 +92,7 @@ def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "row
     """
     if isinstance(w, Leaf):
         return w.matmul(x)
-    return tensor_parallel.matmul(x, w.astype(x.dtype))
+    return tensor_parallel.column_parallel_matmul(x, w.astype(x.dtype))
 
 
 def dequantize(w: Weight) -> Float[Array, "... n_in n_out"]:

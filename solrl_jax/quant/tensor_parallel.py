@@ -80,7 +80,7 @@ def shard_weight(w: Array, axis: int) -> Array:
     return jax.lax.with_sharding_constraint(w, partition_spec(w.shape, axis, axis_size(TENSOR)))
 
 
-def matmul(
+def column_parallel_matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
     """Computes `x @ w` with the outputs sharded over the mesh axis `tensor`. No sum over inputs is

@@ -94,7 +94,7 @@ def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
     )
     head = open_network(partial(ScoreHead, config.projection_dim), head_file)
     preprocess = Preprocessing(
-        config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down"
+        config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", crop_rounding="down"
     )
     score = partial(aesthetic_scores, encoder, head, preprocess)
     return NetworkReward(

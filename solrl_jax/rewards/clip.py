@@ -109,7 +109,7 @@ def pickscore(paths: Mapping[str, str]) -> NetworkReward:
     folder = find("pickscore", paths)
     config = CLIPConfig.read(folder)
     preprocess = Preprocessing(
-        config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", odd="down"
+        config.vision_config.image_size, "bicubic", eight_bit=True, fit="crop", crop_rounding="down"
     )
     return _clip_reward(folder, find("pickscore/tokenizer", paths), config, preprocess, divisor=26)
 

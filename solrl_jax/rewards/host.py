@@ -48,7 +48,7 @@ MAX_FAILURES_IN_A_ROW = 32
 # Images [n, H, W, 3], or clips [n, T, H, W, 3] for rewards of whole clips.
 Images = Float[np.ndarray, "n ... 3"]
 # Scores by name.
-Answer = dict[str, Float[np.ndarray, " n"]]
+Scores = dict[str, Float[np.ndarray, " n"]]
 
 
 class RewardError(RunError):
@@ -60,7 +60,7 @@ class RewardError(RunError):
     """
 
 
-class Failure(Exception):
+class ScoringFailure(Exception):
     """A call of a reward's function returned no scores, or not all of them.
 
     In a worker process it is raised by the function, such as `http` or a judge's, or by the checks
@@ -86,7 +86,7 @@ class Failure(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Returned:
+class CallResult:
     """The result of a call in a worker process.
 
     Attributes:
@@ -98,13 +98,13 @@ class Returned:
             counter, e.g. {"requests": 3.0}. Empty if nothing was counted.
     """
 
-    answer: Answer | None
+    answer: Scores | None
     problem: str | None
     usage: Mapping[str, float]
 
 
 # Waits for the result of one call.
-Wait = Callable[[], Returned]
+Wait = Callable[[], CallResult]
 
 
 class Workers:
@@ -155,14 +155,14 @@ class Workers:
         arguments = (reward.target, options, images, texts, metadata, pairs_at_once)
         first = self._schedule(arguments)
 
-        def wait() -> Returned:
+        def wait() -> CallResult:
             result = self._wait(*first)
             if result is None:
                 # A process that ends between two calls breaks the pool. The call is repeated once.
                 result = self._wait(*self._schedule(arguments))
             if result is None:
                 result = "the processes that score do not start, or end by themselves"
-            return Returned(None, result, {}) if isinstance(result, str) else result
+            return CallResult(None, result, {}) if isinstance(result, str) else result
 
         return wait
 
@@ -181,7 +181,7 @@ class Workers:
 
     def _schedule(
         self, arguments: tuple[Any, ...]
-    ) -> tuple[ProcessPool, concurrent.futures.Future[Returned]]:
+    ) -> tuple[ProcessPool, concurrent.futures.Future[CallResult]]:
         """Queues one run of `_call` in the pool of processes.
 
         Also creates the pool if there is none, or replaces one that no longer works. Each process
@@ -197,7 +197,7 @@ class Workers:
         """
         if self._pool is None or not self._pool.active:
             self.close()
-            memory = hosts.memory() // (self.count + 1)  # some is left to the run itself
+            memory = hosts.host_memory() // (self.count + 1)  # some is left to the run itself
             self._pool = ProcessPool(
                 self.count,
                 initializer=_set_up,
@@ -208,8 +208,8 @@ class Workers:
         return self._pool, self._pool.schedule(_call, (self.timeout, *arguments))
 
     def _wait(
-        self, pool: ProcessPool, future: concurrent.futures.Future[Returned]
-    ) -> Returned | str | None:
+        self, pool: ProcessPool, future: concurrent.futures.Future[CallResult]
+    ) -> CallResult | str | None:
         """Waits for a call.
 
         Also closes the pool if the call has no answer 10 seconds (`GRACE`) after its timeout,
@@ -312,7 +312,7 @@ class Scoring:
         # Images of the group that is not complete yet.
         self._pending: list[Images] = []
         self._running_chunks: list[list[tuple[HostReward, slice, Wait]]] = []
-        self._scores: Answer = {}
+        self._scores: Scores = {}
         self._first_failures: dict[str, str] = {}  # the message for each reward
         for reward in host.rewards:
             self._column(reward.name)
@@ -384,7 +384,7 @@ class Scoring:
                 )
         return calls
 
-    def finish(self) -> Answer:
+    def finish(self) -> Scores:
         """Waits for all calls.
 
         Also prints a line to standard error for each reward with failed calls: the number of images
@@ -458,7 +458,7 @@ class Scoring:
             full_name = f"{name}/{key}"
             self.usage[full_name] = self.usage.get(full_name, 0.0) + amount
 
-    def _note_failure(self, reward: HostReward, rows: slice, problem: str, answer: Answer) -> None:
+    def _note_failure(self, reward: HostReward, rows: slice, problem: str, answer: Scores) -> None:
         """Counts the images of a failed call that have no score, or ends the run.
 
         Also keeps the message for `finish`, if it is the first one of the reward.
@@ -644,7 +644,7 @@ def _call(
     prompts: list[str],
     metadata: list[Any],
     pairs_at_once: int = 0,
-) -> Returned:
+) -> CallResult:
     """Calls the function of a reward, in a worker process. The first call imports it.
 
     Args:
@@ -679,7 +679,7 @@ def _call(
         else:
             returned = function(images, prompts, metadata)
         answer = check_answer(returned, len(images))
-    except Failure as failure:
+    except ScoringFailure as failure:
         problem = str(failure)
         if failure.scores is not None:
             answer = check_answer(failure.scores, len(images))
@@ -692,7 +692,7 @@ def _call(
         signal.setitimer(signal.ITIMER_REAL, 0)
     for values in (answer or {}).values():
         values[~finite_images(images)] = np.nan
-    return Returned(answer, problem, usage.take())
+    return CallResult(answer, problem, usage.take())
 
 
 def _compare_pairs(
@@ -741,7 +741,7 @@ def _compare_pairs(
                 [prompts[i] for i in finite[first]],
                 [metadata[i] for i in finite[first]],
             )
-        except Failure as error:
+        except ScoringFailure as error:
             failure = failure or error
             if error.scores is None:
                 break
@@ -752,12 +752,14 @@ def _compare_pairs(
             break
         if ((values < 0) | (values > 1)).any():
             outside = values[(values < 0) | (values > 1)][0]
-            raise Failure(f"returned {outside:g} as a preference: expected numbers in [0, 1]")
+            raise ScoringFailure(
+                f"returned {outside:g} as a preference: expected numbers in [0, 1]"
+            )
         preferences[first, second] = values
     rates[finite] = win_rates(preferences)
     if failure is not None:
         any_rate = np.isfinite(rates).any()
-        raise Failure(str(failure), {"reward": rates} if any_rate else None)
+        raise ScoringFailure(str(failure), {"reward": rates} if any_rate else None)
     return rates
 
 
@@ -770,7 +772,7 @@ def seconds_left() -> float:
     return signal.getitimer(signal.ITIMER_REAL)[0] or DEFAULT_SECONDS
 
 
-def check_answer(returned: Any, count: int) -> Answer:
+def check_answer(returned: Any, count: int) -> Scores:
     """Converts the value that a function returned to scores.
 
     Integers and Booleans are numbers too. Values are not checked: NaN and infinities pass, and a
@@ -790,7 +792,7 @@ def check_answer(returned: Any, count: int) -> Answer:
     """
     scores = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in scores:
-        raise Failure(f"returned {brief_repr(sorted(map(str, scores)))} without 'reward'")
+        raise ScoringFailure(f"returned {brief_repr(sorted(map(str, scores)))} without 'reward'")
     answer = {}
     for name, values in scores.items():
         which = "" if name == "reward" else f" as {name!r}"
@@ -801,7 +803,7 @@ def check_answer(returned: Any, count: int) -> Answer:
             with np.errstate(over="ignore"):
                 answer[str(name)] = array.astype(np.float32)
         except (TypeError, ValueError):
-            raise Failure(f"returned {brief_repr(values)}{which}: no numbers") from None
+            raise ScoringFailure(f"returned {brief_repr(values)}{which}: no numbers") from None
         if array.shape != (count,):
-            raise Failure(f"returned shape {array.shape}{which} for {count} images")
+            raise ScoringFailure(f"returned shape {array.shape}{which} for {count} images")
     return answer

@@ -20,7 +20,7 @@ from PIL import Image
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import first_line
-from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.rewards.protocol import Images, Metadata, check_arguments
 from solrl_jax.storage.images import to_uint8
 from solrl_jax.storage.readers import parse_json
@@ -81,22 +81,22 @@ def http(
             text = _read_body(answer)
     except requests.RequestException as error:
         reason = getattr(error.args[0] if error.args else None, "reason", error)
-        raise Failure(f"no answer ({str(reason).rsplit(': ', 1)[-1]})") from None
+        raise ScoringFailure(f"no answer ({str(reason).rsplit(': ', 1)[-1]})") from None
     if answer.is_redirect:
         location = brief_repr(answer.headers["location"])
-        raise Failure(
+        raise ScoringFailure(
             f"status {answer.status_code} (redirects to {location}, which is not followed)"
         )
     if not answer.ok:
         reason = text.decode(errors="replace").strip() or answer.reason
-        raise Failure(f"status {answer.status_code} ({first_line(ValueError(reason))})")
+        raise ScoringFailure(f"status {answer.status_code} ({first_line(ValueError(reason))})")
     try:
         scores = parse_json(text)["scores"]
         if any(type(score) not in (int, float, type(None)) for score in scores):
             raise TypeError
         return np.array([math.nan if score is None else float(score) for score in scores], float)
     except (ValueError, TypeError, KeyError, OverflowError):
-        raise Failure(
+        raise ScoringFailure(
             'expected {"scores": [...]} for an answer, with a number or null for each image'
         ) from None
 
@@ -154,5 +154,5 @@ def _read_body(answer: requests.Response) -> bytes:
     for part in answer.iter_content(2**16):
         text += part
         if len(text) > MAX_ANSWER_BYTES:
-            raise Failure(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+            raise ScoringFailure(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
     return text

@@ -27,7 +27,7 @@ def motion(paths: Mapping[str, str]) -> Reward:
     return Reward(None, prepare, score, others=("moves", "strict"), check=scenes.parse, clips=True)
 
 
-def prepare(prompts: Sequence[str]) -> verifier.Targets:
+def prepare(prompts: Sequence[str]) -> verifier.ClipTargets:
     """Parses captions into what they ask for.
 
     Args:
@@ -45,7 +45,7 @@ def prepare(prompts: Sequence[str]) -> verifier.Targets:
         raise InputError(f"reward 'motion': {error}") from error
 
 
-def score(params: None, clips: Float[Array, "b T H W 3"], targets: verifier.Targets) -> Scores:
+def score(params: None, clips: Float[Array, "b T H W 3"], targets: verifier.ClipTargets) -> Scores:
     """Scores clips against what their captions ask for.
 
     Args:

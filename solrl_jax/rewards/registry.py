@@ -61,7 +61,7 @@ SERVICE = ("http://", "https://")
 
 
 @dataclasses.dataclass(frozen=True)
-class InJax:
+class JaxEntry:
     """The entry of a reward of the package that is scored inside JAX. It has no options.
 
     Attributes:
@@ -80,7 +80,7 @@ class InJax:
 
 
 @dataclasses.dataclass(frozen=True)
-class OutsideJax:
+class HostEntry:
     """The entry of a reward of the package that worker processes score.
 
     Attributes:
@@ -92,21 +92,21 @@ class OutsideJax:
     others: tuple[str, ...] = ()
 
 
-REWARDS: dict[str, InJax | OutsideJax] = {
-    "shapes": InJax(shapes, ("strict",), differentiable=False),  # it counts and compares
-    "motion": InJax(motion, ("moves", "strict"), differentiable=False),
-    "tiny-clip": InJax(tiny_clip),
-    "pickscore": InJax(pickscore),
-    "clipscore": InJax(clipscore),
-    "hpsv2": InJax(hpsv2),
-    "imagereward": InJax(imagereward),
-    "aesthetic": InJax(aesthetic),
-    "ocr": OutsideJax("solrl_jax.rewards.ocr:ocr"),
-    "geneval": OutsideJax("solrl_jax.rewards.geneval:geneval", ("strict",)),
-    "jpeg_compressibility": OutsideJax("solrl_jax.rewards.jpeg:jpeg_compressibility"),
-    "jpeg_incompressibility": OutsideJax("solrl_jax.rewards.jpeg:jpeg_incompressibility"),
+REWARDS: dict[str, JaxEntry | HostEntry] = {
+    "shapes": JaxEntry(shapes, ("strict",), differentiable=False),  # it counts and compares
+    "motion": JaxEntry(motion, ("moves", "strict"), differentiable=False),
+    "tiny-clip": JaxEntry(tiny_clip),
+    "pickscore": JaxEntry(pickscore),
+    "clipscore": JaxEntry(clipscore),
+    "hpsv2": JaxEntry(hpsv2),
+    "imagereward": JaxEntry(imagereward),
+    "aesthetic": JaxEntry(aesthetic),
+    "ocr": HostEntry("solrl_jax.rewards.ocr:ocr"),
+    "geneval": HostEntry("solrl_jax.rewards.geneval:geneval", ("strict",)),
+    "jpeg_compressibility": HostEntry("solrl_jax.rewards.jpeg:jpeg_compressibility"),
+    "jpeg_incompressibility": HostEntry("solrl_jax.rewards.jpeg:jpeg_incompressibility"),
     # A run may have several judges, "judge-NAME" each. `open_judge_reward` opens all of them.
-    JUDGE: OutsideJax("solrl_jax.rewards.judge.reward:judge"),
+    JUDGE: HostEntry("solrl_jax.rewards.judge.reward:judge"),
 }
 
 
@@ -331,14 +331,14 @@ def open_rewards(
             rewards[name] = open_judge_reward(name, options, settings.workers)
             others[name] = rewards[name].others
             continue
-        if isinstance(entry, InJax):
+        if isinstance(entry, JaxEntry):
             if options:
                 raise InputError(
                     f"reward.options.{name}={dict(options)!r}: this reward has no options"
                 )
             others[name] = entry.others
             continue
-        if isinstance(entry, OutsideJax):
+        if isinstance(entry, HostEntry):
             rewards[name] = open_function(name, entry.target, options, entry.others)
         elif name.startswith(SERVICE):
             rewards[name] = open_service(name, options, settings.timeout)
@@ -350,7 +350,7 @@ def open_rewards(
         _check_gradients(reward_names(settings.weights), rewards, gradients_for)
     for name in names:
         entry = REWARDS.get(name)
-        if isinstance(entry, InJax):
+        if isinstance(entry, JaxEntry):
             with in_one_line():  # a configuration or a tensor that does not fit
                 rewards[name] = entry.open(settings.paths)
     if settings.frames > 1:
@@ -662,7 +662,7 @@ def _check_gradients(
     for name in names:
         entry = REWARDS.get(name)
         reward = opened.get(name)
-        if isinstance(entry, InJax) and entry.differentiable:
+        if isinstance(entry, JaxEntry) and entry.differentiable:
             continue
         if isinstance(reward, Reward) and reward.differentiable and not reward.groupwise:
             continue
@@ -675,7 +675,7 @@ def _check_gradients(
         known = [
             name
             for name, entry in REWARDS.items()
-            if isinstance(entry, InJax) and entry.differentiable
+            if isinstance(entry, JaxEntry) and entry.differentiable
         ]
         raise InputError(
             f"reward.weights: {name!r} {reason}, and algorithm.objective={objective} needs its "

@@ -16,7 +16,7 @@ from solrl_jax.config.sizes import describe_size, evaluation_size, pixel_shape, 
 from solrl_jax.config.values import ConfigError, Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
-from solrl_jax.diffusion.seeds import key, prompt_seeds
+from solrl_jax.diffusion.seeds import prompt_seeds, run_key
 from solrl_jax.errors import InputError, in_one_line
 from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
 from solrl_jax.models.loading.weights import Params
@@ -33,7 +33,7 @@ from solrl_jax.rl.explore.option import Calibration
 from solrl_jax.rl.explore.quantized_layers import quantized_paths
 from solrl_jax.rl.generate import PromptBatch, SeedBatch, prepare
 from solrl_jax.rl.gradient_checkpointing import open_for_training
-from solrl_jax.rl.memory_check import device_memory, refuse_what_cannot_fit
+from solrl_jax.rl.memory_check import check_memory, device_memory
 from solrl_jax.rl.objective import load_objective, make_targets_of
 from solrl_jax.rl.sampler import Sampler, Segment, make_schedule
 from solrl_jax.rl.state import TrainState, abstract_state, init_state, read_start
@@ -146,7 +146,7 @@ class Experiment:
             raise InputError(f"iteration={iteration}: must be from 1 to {2**31 - 1}")
         sizes = training_sizes(self.config)
         cycle, position = divmod(iteration - 1, len(sizes))
-        cycle_key = jax.random.fold_in(key(self.config.seed, "sizes"), cycle)
+        cycle_key = jax.random.fold_in(run_key(self.config.seed, "sizes"), cycle)
         order = jax.random.permutation(cycle_key, len(sizes))
         return self.with_size(sizes[int(order[position])])
 
@@ -221,7 +221,7 @@ class Experiment:
             segments=(Segment(self.policy(trained), self.schedule(steps, noise_start)),),
             decoder=backbone.decoder,
             shape=backbone.pipeline.latent_shape(*self.size),
-            chunk=samples_per_device(self.config, sharding.row_groups(backbone.mesh)),
+            samples_per_device=samples_per_device(self.config, sharding.row_groups(backbone.mesh)),
         )
 
     @cached_property
@@ -420,7 +420,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     _check_guidance(config, pipeline)
     trained_paths, quantized = select_parameters(config, pipeline, device)
     if not force:
-        refuse_what_cannot_fit(config, pipeline, trained_paths, sharding.row_groups(mesh))
+        check_memory(config, pipeline, trained_paths, sharding.row_groups(mesh))
     backbone = load_backbone(
         pipeline,
         rollout.precision,
@@ -729,7 +729,7 @@ def fresh_state(experiment: Experiment) -> TrainState:
     backbone = experiment.backbone
     trained_paths = experiment.trained_paths
     start = read_start(config.lora, trained_paths.adapted, backbone.parameter_table())
-    root = key(config.seed, "adapters")
+    root = run_key(config.seed, "adapters")
     return init_state(
         root,
         backbone.transformer,

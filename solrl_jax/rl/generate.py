@@ -290,7 +290,7 @@ def generate(
     # A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of the axes
     # `sequence` and `tensor` hold samples as well. Several sampled chunks can therefore make one
     # scored chunk.
-    samples_per_chunk = sampler.chunk * scoring_mesh.size
+    samples_per_chunk = sampler.samples_per_device * scoring_mesh.size
     segments = _place_schedules(sampler.segments, backbone.mesh)
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
     host = None if reward is None else reward.host
@@ -419,7 +419,7 @@ def _sample_parts(
         without any is the first part again.
     """
     mesh = backbone.mesh
-    samples_per_part = sampler.chunk * sharding.row_groups(mesh)
+    samples_per_part = sampler.samples_per_device * sharding.row_groups(mesh)
     parts = []
     for first in range(start, stop, samples_per_part):
         part = slice(first, min(first + samples_per_part, stop))
@@ -442,7 +442,7 @@ def _sample_parts(
                     sampler.query_steps,
                 )
             )
-    parts_per_chunk = sampler.chunk * sharding.rows_only(mesh).size // samples_per_part
+    parts_per_chunk = sampler.samples_per_device * sharding.rows_only(mesh).size // samples_per_part
     return parts + parts[:1] * (parts_per_chunk - len(parts))
 
 

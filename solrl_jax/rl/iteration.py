@@ -93,8 +93,8 @@ class Selection:
 
     prompts: Sequence[Prompt]
     seeds: UInt32[np.ndarray, "p n 2"]
-    proxy: Float[np.ndarray, "p n"]
-    ranking: Float[np.ndarray, "p n"]
+    proxy_rewards: Float[np.ndarray, "p n"]
+    ranking_values: Float[np.ndarray, "p n"]
     chosen: Int[np.ndarray, "p k"]
     usable: np.ndarray
 
@@ -427,7 +427,7 @@ def reward_metrics(
 
         Means leave out values that are not finite, and are NaN without any.
     """
-    proxy = selection.proxy
+    proxy = selection.proxy_rewards
     explored_scores = {
         name: np.take_along_axis(scores.reshape(proxy.shape), selection.chosen, axis=1)
         for name, scores in explored.scores.items()
@@ -508,7 +508,7 @@ def ledger_columns(
         "precision" and "steps" of the exploration, "policy_revision" (the iteration, whose sync
         made the policy that explored), and None for "regenerated_reward" if nothing is regenerated.
     """
-    proxy = selection.proxy
+    proxy = selection.proxy_rewards
     chosen = selection.chosen
     num_prompts, num_candidates = proxy.shape
     is_kept = np.zeros(proxy.shape, bool)
@@ -533,7 +533,7 @@ def ledger_columns(
         "precision": setting.precision,
         "steps": setting.steps,
         "proxy_reward": proxy.reshape(-1).astype(np.float32),
-        "rank": rank(selection.ranking).reshape(-1).astype(np.int32),
+        "rank": rank(selection.ranking_values).reshape(-1).astype(np.int32),
         "kept": is_kept.reshape(-1),
         "regenerated_reward": per_kept(rewards) if regenerates else None,
         "advantage": per_kept(advantage),

@@ -55,16 +55,16 @@ class _Request:
     size: Size | None
     memory: float
     owner: str
-    most: int | None = None
+    saturates_at: int | None = None
 
     @property
     def needed(self) -> int:
         """The bytes that the value needs."""
-        count = self.value if self.most is None else min(self.value, self.most)
+        count = self.value if self.saturates_at is None else min(self.value, self.saturates_at)
         return count * self.unit
 
 
-def refuse_what_cannot_fit(
+def check_memory(
     config: Config, pipeline: Pipeline, trained_paths: TrainedPaths, groups: int
 ) -> None:
     """Checks that no single array of a run is larger than the memory for it.
@@ -148,7 +148,7 @@ def _requests(
     """
     rollout = config.rollout
     evaluation = config.eval
-    host = hosts.memory()
+    host = hosts.host_memory()
     trained_size = largest_training_size(config)
     evaluated_size = evaluation_size(config)
     device_info = DeviceInfo.from_jax(jax.local_devices()[0])
@@ -223,7 +223,7 @@ def _requests(
             size=larger_size,
             memory=device,
             owner="a device",
-            most=samples_per_device(config, groups),
+            saturates_at=samples_per_device(config, groups),
         ),
     ]
 
@@ -241,4 +241,4 @@ def device_memory() -> int:
         RunError: If another process gives no answer.
     """
     stats = jax.local_devices()[0].memory_stats() or {}
-    return min(hosts.gather_values(stats.get("bytes_limit") or hosts.memory()))
+    return min(hosts.gather_values(stats.get("bytes_limit") or hosts.host_memory()))

@@ -200,8 +200,8 @@ def reward_gradients(targets: MakeTargets) -> Callable[[F], F]:
             decoding and scoring, so their number should not depend on the values of the latents:
             plans count the calls by a trial with zeros. A sample is not trained on if a value of
             its returned latents is not finite. The function is called outside of jit, once per
-            chunk of samples (`rows_per_call`; the last chunk has padding), and what it raises ends
-            the iteration.
+            chunk of samples (`samples_per_call`; the last chunk has padding), and what it raises
+            ends the iteration.
 
     Returns:
         A decorator, which sets the attributes `trains_on` and `targets` of the objective and
@@ -248,7 +248,7 @@ def mean_per_sample(x: Latents) -> PerSample:
     return x.mean(tuple(range(1, x.ndim)))
 
 
-def along(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
+def expand_like(values: PerSample, x: Latents) -> Float[Array, " b *ones"]:
     """Reshapes one value per sample so that it broadcasts against latents.
 
     Args:
@@ -354,7 +354,7 @@ def self_weighted_error(velocity: Latents, target: TrainingTarget, clean: Latent
         One value per sample. Both errors are means over dimensions. The divisor has no gradient and
         is at least 1e-5.
     """
-    error = target.x - along(target.sigma, target.x) * velocity - clean
+    error = target.x - expand_like(target.sigma, target.x) * velocity - clean
     weight = jax.lax.stop_gradient(jnp.maximum(mean_per_sample(jnp.abs(error)), SMALLEST_ERROR))
     return mean_per_sample(jnp.square(error)) / weight
 
@@ -400,7 +400,7 @@ def _true_velocity(target: TrainingTarget) -> Latents:
     Returns:
         The velocities `noise - x0`, in the shape of `target.x`.
     """
-    return (target.x - target.x0) / along(target.sigma, target.x)
+    return (target.x - target.x0) / expand_like(target.sigma, target.x)
 
 
 def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSample:
@@ -424,9 +424,9 @@ def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSam
         AssertionError: If `target.step` is None, that is, nothing was recorded.
     """
     assert target.step is not None
-    a = along(target.step.a, target.x)
-    b = along(target.step.b, target.x)
-    sigma = along(target.sigma, target.x)
+    a = expand_like(target.step.a, target.x)
+    b = expand_like(target.step.b, target.x)
+    sigma = expand_like(target.sigma, target.x)
     both = 2 * (a * target.x + b * target.x - target.step.after) - b * sigma * (velocity + old)
     return mean_per_sample(b * sigma * (velocity - old) * both) / (2 * target.step.std**2)
 

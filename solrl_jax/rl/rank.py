@@ -366,7 +366,7 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
     }
 
 
-def table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetting]) -> str:
+def format_table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetting]) -> str:
     """Formats results for a terminal.
 
     The table has a header, one line per setting, and a last line with the numbers of kept and of

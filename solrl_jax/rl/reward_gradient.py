@@ -43,7 +43,7 @@ def add_targets(
     """Lets the objective make its targets, the latents that it trains on beside the samples, from
     the gradient of the reward.
 
-    The objective's function is called once per chunk of `rows_per_call` samples. Every sample is
+    The objective's function is called once per chunk of `samples_per_call` samples. Every sample is
     decoded, scored and differentiated, for some objectives several times. Every process of a run
     must call it with the same arguments.
 
@@ -71,7 +71,7 @@ def add_targets(
     make_targets = make_targets_of(load_objective(config.algorithm.objective))
     assert samples.states is not None
     anchors = samples.states[:, 1]
-    chunk = rows_per_call(config, len(anchors), mesh.size)
+    chunk = samples_per_call(config, len(anchors), mesh.size)
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(mesh))
     decoder = gradient_decoder(experiment.backbone.decoder)
     reward = experiment.reward
@@ -155,7 +155,7 @@ def reward_gradient(
     return rewards, jnp.where(finite, gradient / SCALE, jnp.nan)
 
 
-def rows_per_call(config: Config, count: int, devices: int) -> int:
+def samples_per_call(config: Config, count: int, devices: int) -> int:
     """Returns how many samples one call of `reward_gradient` has on all devices together.
 
     Args:

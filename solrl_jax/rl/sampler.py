@@ -43,7 +43,7 @@ def make_schedule(
         pipeline.image_tokens(*size),
         pipeline.embedded_guidance,
         noise_start,
-        pipeline.mu,
+        pipeline.shift_formula,
         pipeline.shift_terminal,
     )
 
@@ -99,7 +99,7 @@ class Sampler:
     segments: tuple[Segment, ...]
     decoder: Decoder
     shape: tuple[int, ...]
-    chunk: int
+    samples_per_device: int
     recorded: int = 0
     keep_intermediate: bool = False
     query_steps: range | None = None

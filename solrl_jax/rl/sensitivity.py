@@ -178,7 +178,7 @@ def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: floa
     return sorted(skip)
 
 
-def table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> str:
+def format_table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> str:
     """Formats the results for a terminal: a line for "nothing" quantized, one line per group, then
     the proposed settings.
 

@@ -387,7 +387,7 @@ def _join_adapter_sum(total: Sum, adapters: dict[str, Adapter]) -> dict[str, Ada
     Returns:
         The gradients of the adapters by path, on every device.
     """
-    shares = Sum(_divide_over_groups(total.rounded), _divide_over_groups(total.lost))
+    shares = Sum(_divide_over_groups(total.rounded), _divide_over_groups(total.rounding_error))
     return jax.tree.map(_gather, join(shares).value, adapters)
 
 

@@ -59,7 +59,7 @@ class CheckpointError(Exception):
     """
 
 
-def candidates(root: RunPath) -> list[RunPath]:
+def list_checkpoints(root: RunPath) -> list[RunPath]:
     """Lists the directories in `root` that are named like checkpoints, intact or not.
 
     The names have at least six digits, with or without the suffix `.replaced`. Links to directories
@@ -109,7 +109,7 @@ def iteration_of(path: RunPath) -> int | None:
     return int(match[1]) if match else None
 
 
-def intact(root: RunPath) -> Iterator[RunPath]:
+def iterate_intact(root: RunPath) -> Iterator[RunPath]:
     """Yields the checkpoints in `root` that are intact as far as a quick check sees, newest first.
 
     The check compares the names and sizes of all files and, unless in an object store, the contents
@@ -122,7 +122,7 @@ def intact(root: RunPath) -> Iterator[RunPath]:
     Raises:
         RunError: If the directory cannot be read.
     """
-    for path in candidates(root):
+    for path in list_checkpoints(root):
         with contextlib.suppress(CheckpointError):
             verify(path, contents=False)
             yield path
@@ -144,7 +144,7 @@ def rank_by_reward(root: RunPath) -> list[RunPath]:
         RunError: If the directory cannot be read.
     """
     rewards = {}
-    for path in intact(root):
+    for path in iterate_intact(root):
         evaluation = meta_of(path).get("evaluation")
         reward = evaluation.get("eval/reward") if isinstance(evaluation, dict) else None
         if isinstance(reward, int | float):
@@ -259,7 +259,7 @@ def newest_usable(root: RunPath, use: Callable[[RunPath], T]) -> tuple[T, list[s
     """
 
     def list_names() -> list[str]:
-        return [path.name for path in candidates(root)]
+        return [path.name for path in list_checkpoints(root)]
 
     warnings: list[str] = []
     tried: list[str] = []

@@ -23,7 +23,14 @@ import jax
 
 from solrl_jax.parallel import consensus
 from solrl_jax.runs import checkpoint
-from solrl_jax.runs.checkpoint import ARRAYS, FORMAT, META, REPLACED, CheckpointError, candidates
+from solrl_jax.runs.checkpoint import (
+    ARRAYS,
+    FORMAT,
+    META,
+    REPLACED,
+    CheckpointError,
+    list_checkpoints,
+)
 from solrl_jax.storage import files
 from solrl_jax.storage.stores import RunPath
 
@@ -74,10 +81,10 @@ def begin(
     header = describe(iteration, arrays, meta)
 
     def name_last_checkpoint() -> str:
-        return f"; the last checkpoint is {next(iter(candidates(root)), 'none')}"
+        return f"; the last checkpoint is {next(iter(list_checkpoints(root)), 'none')}"
 
     # Turns errors of the disk into RunError, as a decorator.
-    reports_disk_errors = files.writing(target, note=name_last_checkpoint)
+    reports_disk_errors = files.disk_errors_as_run_errors(target, note=name_last_checkpoint)
 
     @reports_disk_errors
     def prepare() -> None:
@@ -204,7 +211,7 @@ def prune(root: RunPath, keep: int, best: int = 0) -> None:
     """
     num_intact = 0
     best_paths = checkpoint.rank_by_reward(root)[:best] if best else []
-    for path in candidates(root):
+    for path in list_checkpoints(root):
         with contextlib.suppress(CheckpointError):
             checkpoint.verify(path, contents=num_intact == 0)
             if num_intact >= max(keep, 1) and path not in best_paths:

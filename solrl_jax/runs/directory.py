@@ -36,7 +36,7 @@ _TRAINED = (
 )
 
 
-def configuration(
+def read_target(
     target: str, overrides: tuple[str, ...], preset: str | None, *, trust: bool
 ) -> tuple[Config, RunPath | None]:
     """Returns the configuration that a command-line target stands for. Loads no model.
@@ -276,7 +276,7 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
         return ranking[0]
     # From old to new, so that a checkpoint takes precedence over one that it replaces.
     by_iteration = {
-        checkpoint.iteration_of(path): path for path in reversed(checkpoint.candidates(root))
+        checkpoint.iteration_of(path): path for path in reversed(checkpoint.list_checkpoints(root))
     }
     if int(which) not in by_iteration:
         raise InputError(f"{name}: {root} has {', '.join(map(str, by_iteration)) or 'none'}")

@@ -246,7 +246,7 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     return _generate_grid(experiment, adapters, prompts, seeds)
 
 
-def untrained(experiment: Experiment, trained: Trainable) -> Trainable:
+def base_parameters_like(experiment: Experiment, trained: Trainable) -> Trainable:
     """Returns the trainable parameters of the base model, in the structure of a trained policy.
 
     The base model can then be sampled by the programs that are compiled for the trained policy.

@@ -417,7 +417,7 @@ def _check_memory(count: int, size: Size) -> None:
         InputError: If the images alone take more bytes than the host has memory.
     """
     needed = 3 * 4 * math.prod(size) * count  # three channels in float32
-    available = hosts.memory()
+    available = hosts.host_memory()
     if needed > available:
         raise InputError(
             f"prompts: {count} images of {' x '.join(map(str, size))} take {needed / 1e9:.3g} GB, "
@@ -473,11 +473,21 @@ def build_schedule(
                 config.rollout, guidance_scale=guidance_scale, true_cfg_scale=true_cfg_scale
             )
             schedule = Schedule.from_config(
-                rollout, num_steps, tokens, embedded, None, pipeline.mu, pipeline.shift_terminal
+                rollout,
+                num_steps,
+                tokens,
+                embedded,
+                None,
+                pipeline.shift_formula,
+                pipeline.shift_terminal,
             )
         else:
             sigmas, timesteps, table = read_scheduler(
-                pipeline.scheduler, num_steps, tokens, pipeline.linear_sigmas, pipeline.mu
+                pipeline.scheduler,
+                num_steps,
+                tokens,
+                pipeline.linear_sigmas,
+                pipeline.shift_formula,
             )
             schedule = Schedule.from_sigmas(
                 sigmas,

@@ -42,16 +42,19 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
             continue
         first = earlier[0]
         highest = max(earlier, key=lambda row: _value(row, key))
-        if _standard_errors(first, now, TRAINED) > 1 and _standard_errors(first, now, key) < -1:
+        if (
+            _change_in_standard_errors(first, now, TRAINED) > 1
+            and _change_in_standard_errors(first, now, key) < -1
+        ):
             alarms.append(
                 f"reward hacking? since the evaluation after iteration {first['iteration']} the "
                 f"trained reward rose from {first[TRAINED]:.3f} to {now[TRAINED]:.3f}, the watched "
                 f"'{name}' fell from {first[key]:.3f} to {now[key]:.3f}"
             )
         elif (
-            _standard_errors(first, highest, key) > 1
-            and _standard_errors(highest, now, key) <= 0
-            and _standard_errors(highest, now, TRAINED) > 1
+            _change_in_standard_errors(first, highest, key) > 1
+            and _change_in_standard_errors(highest, now, key) <= 0
+            and _change_in_standard_errors(highest, now, TRAINED) > 1
         ):
             alarms.append(
                 f"reward hacking? since the evaluation after iteration {highest['iteration']} the "
@@ -67,7 +70,7 @@ def _value(row: Row, key: str) -> float:
     return math.nan if value is None else float(value)
 
 
-def _standard_errors(first: Row, now: Row, key: str) -> float:
+def _change_in_standard_errors(first: Row, now: Row, key: str) -> float:
     """Returns the change of a score between two evaluations, in units of its standard error.
 
     Args:

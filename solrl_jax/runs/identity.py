@@ -21,7 +21,7 @@ from solrl_jax.rewards.registry import is_judge, reward_name, reward_names
 from solrl_jax.rl.experiment import first_device_info
 from solrl_jax.runs import checkpoint, ledger, metrics
 from solrl_jax.runs.directory import is_run, read_run
-from solrl_jax.storage.files import atomic_write, exists, writing
+from solrl_jax.storage.files import atomic_write, disk_errors_as_run_errors, exists
 from solrl_jax.storage.readers import parse_json, read_text
 from solrl_jax.storage.stores import RunPath
 
@@ -87,7 +87,9 @@ def refuse_another_run(folder: RunPath, config: Config) -> None:
             f"{name} explored in {saved_format}, and {field}={config.rollout.explore.precision} is "
             f"{current_format} here; set {field}={saved_format} to go on, or name another directory"
         )
-    changed = ", ".join(_differences(_bound_settings(saved), _bound_settings(config)))
+    changed = ", ".join(
+        _differences(_fingerprinted_settings(saved), _fingerprinted_settings(config))
+    )
     raise InputError(f"{name} holds another run ({changed}); name another directory, or remove it")
 
 
@@ -125,7 +127,7 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
     iterations = ledger.iterations_in(folder / "ledger")
     iterations += [row["iteration"] for row in metrics.read(folder)]
     last = max(iterations, default=0)
-    if last > 0 and not checkpoint.candidates(root):
+    if last > 0 and not checkpoint.list_checkpoints(root):
         raise InputError(
             f"{name} records {last} iterations, but {root} holds no checkpoint; put the "
             "checkpoints back, or name another directory"
@@ -145,7 +147,7 @@ def write_config(folder: RunPath, config: Config) -> None:
     Raises:
         RunError: If the disk refuses the write.
     """
-    with writing(folder / "checkpoints"):
+    with disk_errors_as_run_errors(folder / "checkpoints"):
         (folder / "checkpoints").mkdir(exist_ok=True)
     atomic_write(folder / "config.yaml", to_yaml(config))
 
@@ -185,21 +187,22 @@ def fingerprint(config: Config, explore_format: str) -> str:
     fingerprint of older runs.
 
     Args:
-        config: The resolved configuration of the run. Its settings are those of `_bound_settings`,
-            i.e. without e.g. the run directory, the evaluation and the number of iterations.
+        config: The resolved configuration of the run. Its settings are those of
+            `_fingerprinted_settings`, i.e. without e.g. the run directory, the evaluation and the
+            number of iterations.
         explore_format: The name of the format that `rollout.explore.precision` resolves to on the
             devices of the run, e.g. "nvfp4". It is hashed in place of that setting.
 
     Returns:
         The first 16 hexadecimal digits of a SHA-256.
     """
-    settings = _bound_settings(config)
+    settings = _fingerprinted_settings(config)
     settings["rollout"]["explore"]["precision"] = explore_format
     text = json.dumps(drop_defaults(settings), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _bound_settings(config: Config) -> dict[str, Any]:
+def _fingerprinted_settings(config: Config) -> dict[str, Any]:
     """Returns the settings of a configuration that may not differ between the starts of a run.
 
     Left out are settings that the trained parameters do not depend on: those in `FREE` (such as the

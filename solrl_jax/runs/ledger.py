@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from solrl_jax.errors import InputError, first_line
-from solrl_jax.storage.files import atomic, writing
+from solrl_jax.storage.files import atomic, disk_errors_as_run_errors
 from solrl_jax.storage.readers import MOST_TEXT, read_bytes
 from solrl_jax.storage.stores import RunPath
 
@@ -165,7 +165,7 @@ def discard_after(root: RunPath, iteration: int) -> None:
     for later in iterations_in(root):
         if later > iteration:
             path = path_of(root, later)
-            with writing(path):
+            with disk_errors_as_run_errors(path):
                 path.unlink()
 
 

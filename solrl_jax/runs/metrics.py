@@ -26,11 +26,11 @@ from solrl_jax.storage.files import (
     STAGING,
     atomic_write,
     check_owner,
+    disk_errors_as_run_errors,
     move,
     upload_directory,
-    writing,
 )
-from solrl_jax.storage.readers import parse_json, read_bytes, read_text, strict
+from solrl_jax.storage.readers import parse_json, read_bytes, read_text, to_strict_json
 from solrl_jax.storage.stores import RunPath, StorePath, run_path
 
 # A function (iteration, values by name) that writes a row to one output.
@@ -192,7 +192,7 @@ class Metrics:
             outputs = [
                 _stored_record(self._path, rows)
                 if isinstance(self._path, StorePath)
-                else _record(self._path, rows)
+                else _open_jsonl(self._path, rows)
             ]
             if self._tensorboard:
                 folder = self._run_dir / _TENSORBOARD
@@ -237,11 +237,11 @@ class Metrics:
         numbers = {name: float(value) for name, value in values.items()}
         for log in self._logs:
             log(int(iteration), numbers)
-        self.rows.append({"iteration": int(iteration), **strict(numbers)})
+        self.rows.append({"iteration": int(iteration), **to_strict_json(numbers)})
 
 
 @contextlib.contextmanager
-def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
+def _open_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
     """Opens `metrics.jsonl` for appending, as a context manager.
 
     Args:
@@ -259,8 +259,8 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
     atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def log(iteration: int, values: dict[str, float]) -> None:
-        line = (json.dumps({"iteration": iteration, **strict(values)}) + "\n").encode()
-        with writing(path):
+        line = (json.dumps({"iteration": iteration, **to_strict_json(values)}) + "\n").encode()
+        with disk_errors_as_run_errors(path):
             end = os.lseek(file, 0, os.SEEK_END)
             try:
                 while line:
@@ -270,7 +270,7 @@ def _record(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
                 os.ftruncate(file, end)
                 raise
 
-    with writing(path):
+    with disk_errors_as_run_errors(path):
         file = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:
         yield log
@@ -305,7 +305,7 @@ def _tensorboard(folder: Path, purge_step: int, older: int | None = None) -> Ite
         writer.flush()
 
     def log(iteration: int, values: dict[str, float]) -> None:
-        with writing(folder):
+        with disk_errors_as_run_errors(folder):
             write(
                 iteration,
                 summary=Summary(
@@ -313,7 +313,7 @@ def _tensorboard(folder: Path, purge_step: int, older: int | None = None) -> Ite
                 ),
             )
 
-    with writing(folder):
+    with disk_errors_as_run_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         # The writer names a file by the second, so two starts within one second would share it.
         number = len(list(folder.iterdir())) if older is None else older
@@ -351,7 +351,7 @@ def _stored_record(path: StorePath, rows: Sequence[Mapping[str, Any]]) -> Iterat
     def log(iteration: int, values: dict[str, float]) -> None:
         nonlocal text
         check_owner(path.parent)
-        longer = text + json.dumps({"iteration": iteration, **strict(values)}) + "\n"
+        longer = text + json.dumps({"iteration": iteration, **to_strict_json(values)}) + "\n"
         atomic_write(path, longer)
         text = longer
 
@@ -378,14 +378,14 @@ def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
         RunError: If the disk or the store refuses.
     """
     with contextlib.ExitStack() as stack:
-        with writing(folder):
+        with disk_errors_as_run_errors(folder):
             older = len(folder.files())
             events = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=STAGING)))
         log_here = stack.enter_context(_tensorboard(events, purge_step, older))
 
         def log(iteration: int, values: dict[str, float]) -> None:
             log_here(iteration, values)
-            with writing(folder):
+            with disk_errors_as_run_errors(folder):
                 upload_directory(events, folder)
 
         yield log

@@ -197,7 +197,9 @@ def training_command(config: Config) -> str | None:
     except ConfigError:
         return None
     for key, value in _changes(start, to_tree(config), ""):
-        text = yaml.safe_dump(_public(value), default_flow_style=True, width=10**6, sort_keys=False)
+        text = yaml.safe_dump(
+            _cut_absolute_paths(value), default_flow_style=True, width=10**6, sort_keys=False
+        )
         parts.append(f"{key}={text.removesuffix('...' + chr(10)).strip()}")
     return " ".join(["solrl", "train", *map(shlex.quote, parts)])
 
@@ -227,7 +229,7 @@ def _changes(
             yield name, value
 
 
-def _public(value: Any) -> Any:
+def _cut_absolute_paths(value: Any) -> Any:
     """Returns a value of a setting with absolute paths cut to their last part, for publication.
 
     Args:
@@ -237,9 +239,9 @@ def _public(value: Any) -> Any:
     if isinstance(value, str):
         return Path(value).name if Path(value).is_absolute() else value
     if isinstance(value, list):
-        return [_public(item) for item in value]
+        return [_cut_absolute_paths(item) for item in value]
     if isinstance(value, dict):
-        return {key: _public(item) for key, item in value.items()}
+        return {key: _cut_absolute_paths(item) for key, item in value.items()}
     return value
 
 
@@ -295,7 +297,7 @@ def _base_link(base: str) -> str:
     """
     if _names_repository(base):
         return f"[{base}](https://huggingface.co/{base})"
-    return f"`{_public(base)}`"
+    return f"`{_cut_absolute_paths(base)}`"
 
 
 def _license_sentence(base: str) -> str:
@@ -327,7 +329,7 @@ def _usage(config: Config, name: str, whole: bool) -> str:
         whole: Whether parameters are trained in full. The example then loads a transformer, and
             otherwise a LoRA.
     """
-    base = str(_public(config.model.path))
+    base = str(_cut_absolute_paths(config.model.path))
     height, width, *frames = evaluation_size(config)
     if whole:
         imports = "from diffusers import AutoModel, DiffusionPipeline"
@@ -456,7 +458,7 @@ def _settings(run: Path, config: Config, export: Mapping[str, Any]) -> str:
         "reward": weights,
         "objective": config.algorithm.objective,
         "trained": trained,
-        "training prompts": _public(config.prompts.train),
+        "training prompts": _cut_absolute_paths(config.prompts.train),
         "per iteration": f"{config.train.num_prompts} prompts x {rollout.candidates} candidates, "
         f"{rollout.kept} kept",
         "exploration": f"{explore.precision}, {explore.num_steps} steps",
@@ -520,7 +522,7 @@ def add_card(folder: Path, run: Path, config: Config, name: str, export: Mapping
     source = run / RUN_IMAGE
     has_image = source.is_file() and finished_after(run) == export["iteration"]
     if has_image:
-        with files.writing(folder / IMAGE):
+        with files.disk_errors_as_run_errors(folder / IMAGE):
             files.atomic_write(folder / IMAGE, source.read_bytes())
     card = model_card(run, config, name, export, has_image=has_image)
     files.atomic_write(folder / "README.md", card)

@@ -38,7 +38,7 @@ def check_traced_iterations(profile: Collection[int], folder: RunPath, iteration
 
     if outside := sorted(i for i in profile if not 1 <= i <= iterations):
         raise InputError(f"profile={join(outside)}: must be in 1..{iterations} (train.iterations)")
-    newest = next(checkpoint.intact(folder / "checkpoints"), None) if profile else None
+    newest = next(checkpoint.iterate_intact(folder / "checkpoints"), None) if profile else None
     if newest is not None and (
         done := sorted(i for i in profile if i <= (checkpoint.iteration_of(newest) or 0))
     ):
@@ -75,5 +75,5 @@ def traced(folder: RunPath, iteration: int, profile: Collection[int]) -> Iterato
             with jax.profiler.StepTraceAnnotation("iteration", step_num=iteration):
                 yield
         finally:
-            with files.writing(target):
+            with files.disk_errors_as_run_errors(target):
                 stop_trace()

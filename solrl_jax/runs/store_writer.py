@@ -20,7 +20,7 @@ import jax
 
 from solrl_jax.errors import RunError
 from solrl_jax.parallel import consensus
-from solrl_jax.runs.checkpoint import ARRAYS, META, REPLACED, candidates, iteration_of
+from solrl_jax.runs.checkpoint import ARRAYS, META, REPLACED, iteration_of, list_checkpoints
 from solrl_jax.runs.checkpoint_writer import (
     describe,
     named_arrays,
@@ -76,11 +76,11 @@ def begin(
 
     def name_last_checkpoint() -> str:
         with contextlib.suppress(RunError):
-            return f"; the last checkpoint is {next(iter(candidates(root)), 'none')}"
+            return f"; the last checkpoint is {next(iter(list_checkpoints(root)), 'none')}"
         return ""
 
     # Turns errors of the store and the disk into RunError, as a decorator.
-    reports_errors = files.writing(target, note=name_last_checkpoint)
+    reports_errors = files.disk_errors_as_run_errors(target, note=name_last_checkpoint)
 
     staging = Path(tempfile.gettempdir()) / f"{_staging_prefix(root)}{uuid.uuid4().hex}"
 
@@ -189,7 +189,7 @@ def _make_room(root: StorePath, target: StorePath, replaced: StorePath) -> None:
         RunError: If the store refuses.
         StoreError: If the store refuses to list or to copy.
     """
-    complete = candidates(root)
+    complete = list_checkpoints(root)
     for path in root.glob("*"):
         is_replaced = path.name.endswith(REPLACED) and path.with_suffix("") in complete
         if iteration_of(path) is not None and (is_replaced or path not in complete):

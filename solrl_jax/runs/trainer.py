@@ -43,7 +43,7 @@ from solrl_jax.rl.explore.monitor import WINDOW, next_setting
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.state import TrainState
 from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
-from solrl_jax.runs.evaluate import evaluate, sample_grid, untrained
+from solrl_jax.runs.evaluate import base_parameters_like, evaluate, sample_grid
 from solrl_jax.runs.hacking import hacking_alarms
 from solrl_jax.runs.identity import fingerprint, refuse_another_run, write_config
 from solrl_jax.runs.inputs import hash_inputs, refuse_changed_inputs
@@ -653,7 +653,7 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
         problem = f"no prompt with rollout.kept={kept} finite rewards {in_a_row}"
     else:
         problem = f"no finite reward {in_a_row}, first in phase 'regenerate'"
-    last = next(iter(checkpoint.candidates(this.folder / "checkpoints")), None)
+    last = next(iter(checkpoint.list_checkpoints(this.folder / "checkpoints")), None)
     checkpoint_note = f"the last finite checkpoint is {last}" if last else "nothing is saved"
     raise Diverged(f"iteration {this.done}: {problem}; {checkpoint_note}")
 
@@ -899,7 +899,7 @@ def _save_before_after(this: _Run) -> None:
     """
     if not this.config.eval.num_grid_images:
         return
-    before = sample_grid(this.experiment, untrained(this.experiment, this.state.ema))
+    before = sample_grid(this.experiment, base_parameters_like(this.experiment, this.state.ema))
     after = sample_grid(this.experiment, this.state.ema)
     path = this.folder / "pictures" / "before-after.png"
     hosts.on_first(

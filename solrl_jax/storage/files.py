@@ -76,7 +76,7 @@ def disk_reason(error: BaseException) -> str | None:
 
 
 @contextlib.contextmanager
-def writing(path: RunPath, note: Callable[[], str] = str) -> Iterator[None]:
+def disk_errors_as_run_errors(path: RunPath, note: Callable[[], str] = str) -> Iterator[None]:
     """Turns an error of the disk in the body into a RunError of one line. A context manager and
     decorator.
 
@@ -146,7 +146,7 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
             errors of the body pass unchanged, unless `disk_reason` recognizes one.
     """
     if isinstance(path, StorePath):
-        with writing(path), tempfile.TemporaryDirectory(prefix=STAGING) as folder:
+        with disk_errors_as_run_errors(path), tempfile.TemporaryDirectory(prefix=STAGING) as folder:
             partial = Path(folder) / path.name
             partial.touch()
             yield partial
@@ -154,7 +154,7 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
         return
     path = Path(path)
     partial = path.with_name(PARTIAL + path.name)
-    with writing(path):
+    with disk_errors_as_run_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove(partial)  # also if it is a link, through which the body would write
         partial.touch()
@@ -186,7 +186,7 @@ def atomic_write(path: str | RunPath, data: bytes | str) -> None:
     """
     content = data.encode() if isinstance(data, str) else data
     if isinstance(path, StorePath):
-        with writing(path):
+        with disk_errors_as_run_errors(path):
             path.write_bytes(content)
         return
     with atomic(path) as partial:
@@ -217,22 +217,22 @@ def atomic_directory(path: RunPath) -> Iterator[Path]:
     """
     if isinstance(path, StorePath):
         with contextlib.ExitStack() as stack:
-            with writing(path):
+            with disk_errors_as_run_errors(path):
                 folder = stack.enter_context(tempfile.TemporaryDirectory(prefix=STAGING))
             yield Path(folder)
-            with writing(path):
+            with disk_errors_as_run_errors(path):
                 path.remove_all(MANIFEST)
                 upload_directory(Path(folder), path)
         return
     partial = path.with_name(PARTIAL + path.name)
     replaced = path.with_name(REMOVING + path.name)
     try:
-        with writing(path):
+        with disk_errors_as_run_errors(path):
             _remove(partial)
             _remove(replaced)
             partial.mkdir(parents=True)
         yield partial
-        with writing(path):
+        with disk_errors_as_run_errors(path):
             publish(partial, path, replaced=replaced)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -391,7 +391,7 @@ def exclusive_lock(directory: RunPath) -> Iterator[None]:
                 check_owner(directory)
                 (directory / ".lock").unlink()
         return
-    with writing(directory / ".lock"):
+    with disk_errors_as_run_errors(directory / ".lock"):
         descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
@@ -413,7 +413,7 @@ def check_owner(directory: StorePath) -> None:
         RunError: If another process has taken the directory over, if `.lock` is missing, or if the
             store refuses.
     """
-    with writing(directory / ".lock"):
+    with disk_errors_as_run_errors(directory / ".lock"):
         owner = (directory / ".lock").read_bytes().decode(errors="replace")
     if owner != _process_name():
         raise RunError(f"another process has taken over the run directory {directory}: {owner}")
@@ -555,7 +555,7 @@ def move(path: RunPath, target: RunPath) -> None:
     Raises:
         RunError: If the disk or the store refuses.
     """
-    with writing(target):
+    with disk_errors_as_run_errors(target):
         if isinstance(path, StorePath):
             atomic_write(target, path.read_bytes())
             path.unlink()
@@ -616,11 +616,11 @@ def remove_directory(path: RunPath) -> None:
         RunError: If the disk or the store refuses, or a directory on a disk does not exist.
     """
     if isinstance(path, StorePath):
-        with writing(path):
+        with disk_errors_as_run_errors(path):
             path.remove_all(MANIFEST)
         return
     hidden = path.with_name(REMOVING + path.name.removeprefix(REMOVING))
-    with writing(path):
+    with disk_errors_as_run_errors(path):
         if hidden != path:
             _remove(hidden)
             os.replace(path, hidden)

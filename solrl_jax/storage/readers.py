@@ -189,7 +189,7 @@ def _children(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def strict(value: Any) -> Any:
+def to_strict_json(value: Any) -> Any:
     """Copies a value so that it can be written as strict JSON: floats that are not finite become
     None, and tuples become lists.
 
@@ -201,9 +201,9 @@ def strict(value: Any) -> Any:
         The copy.
     """
     if isinstance(value, dict):
-        return {key: strict(item) for key, item in value.items()}
+        return {key: to_strict_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [strict(item) for item in value]
+        return [to_strict_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

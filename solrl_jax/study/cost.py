@@ -203,7 +203,7 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     )
 
 
-def carried() -> dict[str, Prices]:
+def packaged_prices() -> dict[str, Prices]:
     """Returns the prices that the package contains (`assets/prices.json`).
 
     Returns:
@@ -226,7 +226,7 @@ def find_prices(name: str) -> Prices:
         InputError: If there are no such prices, or the file is not such a plan, e.g. one of an
             unknown preset or with seconds that are not above 0.
     """
-    if name in (packaged := carried()):
+    if name in (packaged := packaged_prices()):
         return packaged[name]
     try:
         prices = prices_of(parse_json(read_text(name)))

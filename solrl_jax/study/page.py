@@ -13,7 +13,7 @@ import numpy as np
 from solrl_jax.errors import InputError
 from solrl_jax.runs.image_files import COLORS, new_figure, save_figure
 from solrl_jax.storage.files import atomic_write
-from solrl_jax.storage.readers import parse_json, read_text, strict
+from solrl_jax.storage.readers import parse_json, read_text, to_strict_json
 from solrl_jax.study.compare import PROGRESS, Course, Estimate
 
 FIGURE = "study.png"
@@ -43,7 +43,7 @@ def write(
     Raises:
         RunError: If a file cannot be written to the disk.
     """
-    atomic_write(folder / DATA, json.dumps(strict(study), allow_nan=False, indent=1) + "\n")
+    atomic_write(folder / DATA, json.dumps(to_strict_json(study), allow_nan=False, indent=1) + "\n")
     draw(folder / FIGURE, courses, sweeps, study["setting"]["evaluation"])
     atomic_write(folder / PAGE, markdown(study))
 

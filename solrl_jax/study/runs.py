@@ -16,7 +16,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.rl.experiment import fit_prompt_counts, load_prompt_sets
 from solrl_jax.runs.directory import is_run, read_run
 from solrl_jax.runs.metrics import read
-from solrl_jax.storage.files import writing
+from solrl_jax.storage.files import disk_errors_as_run_errors
 from solrl_jax.study.plan import Run
 
 
@@ -206,9 +206,9 @@ def _train(run: Run, out: Path, processes: int, children: _Children) -> str | No
         "NPROC": threads,  # XLA's threads on a CPU
         "OMP_NUM_THREADS": threads,
     }
-    with writing(log):
+    with disk_errors_as_run_errors(log):
         log.unlink(missing_ok=True)  # also a link or a pipe
-    with writing(log), log.open("wb") as lines:
+    with disk_errors_as_run_errors(log), log.open("wb") as lines:
         command = (sys.executable, "-m", "solrl_jax", "train", *run.arguments)
         child = children.start(command, lines, environment | os.environ)
         if child is None:

@@ -426,7 +426,7 @@ def test_guidance_up_to_1_is_none_for_a_run_too(trained, call, tmp_path):
     [MemoryError(), RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9")],
 )
 def test_memory_that_is_used_up_is_one_line_with_what_would_help(error):
-    line, code = main.explained(error)
+    line, code = main.describe_failure(error)
     assert code == 1
     assert line.startswith("out of memory: ")
     assert line.endswith(

@@ -160,8 +160,10 @@ def test_a_model_that_no_device_holds_is_told_of_with_its_size(monkeypatch):
         InputError,
         match=r"mesh\.fsdp=1: a device would hold 23.8 GB of the transformer and has 16 GB",
     ):
-        doctor.sizes(resolve("flux1_sol_rl_hpsv2", ("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1")))
-    assert doctor.sizes(resolve("flux1_sol_rl_hpsv2", ("mesh.fsdp=8",)))["transformer"] > 16e9
+        doctor.check_sizes(
+            resolve("flux1_sol_rl_hpsv2", ("mesh.data=1", "mesh.fsdp=1", "mesh.tensor=1"))
+        )
+    assert doctor.check_sizes(resolve("flux1_sol_rl_hpsv2", ("mesh.fsdp=8",)))["transformer"] > 16e9
 
 
 @pytest.mark.parametrize(
@@ -216,6 +218,8 @@ def test_a_wrong_kernel_and_a_known_fault_of_cudnn_are_told_in_a_line_each(diagn
 
 
 def test_sizes_are_those_of_the_attention_that_is_trained():
-    plain = doctor.sizes(resolve("tiny", ()))["transformer"]
-    mhla = doctor.sizes(resolve("tiny", ("model.attention=mhla", "train.parameters=.*lepe.*")))
+    plain = doctor.check_sizes(resolve("tiny", ()))["transformer"]
+    mhla = doctor.check_sizes(
+        resolve("tiny", ("model.attention=mhla", "train.parameters=.*lepe.*"))
+    )
     assert mhla["transformer"] > plain

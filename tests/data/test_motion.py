@@ -18,7 +18,7 @@ def drawn(captions: list[str], seed: int = 0) -> np.ndarray:
     return clips.render(described, np.random.default_rng(seed)) / np.float32(255)
 
 
-def judged(images: np.ndarray, captions: list[str]) -> verifier.Verdict:
+def judged(images: np.ndarray, captions: list[str]) -> verifier.ClipVerdict:
     verdict = verifier.verify(jnp.asarray(images), verifier.parse_targets(captions))
     return jax.tree.map(np.asarray, verdict)
 

@@ -11,10 +11,10 @@ import pytest
 from solrl_jax.diffusion.seeds import (
     STREAMS,
     candidate_seeds,
-    key,
     normal,
     permutations,
     prompt_uid,
+    run_key,
     seed_numbers,
     stream,
 )
@@ -150,7 +150,9 @@ def test_each_use_has_seeds_of_its_own():
         if name in ("candidate", "evaluation", "ranking", "calibration seeds")
     ]
     words = [seeds(name=name).reshape(-1, 2) for name in uses]
-    words += [np.asarray(jax.random.key_data(key(0, name)))[None] for name in (*uses, "adapters")]
+    words += [
+        np.asarray(jax.random.key_data(run_key(0, name)))[None] for name in (*uses, "adapters")
+    ]
     assert len(np.unique(seed_numbers(np.concatenate(words)))) == 4 * 15 + 5
 
 
@@ -184,7 +186,7 @@ def test_every_draw_has_the_bits_that_runs_on_disk_were_made_with():
     ]
     np.testing.assert_array_equal(permutations(rows, "sigmas", 10), np.stack(orders))
     np.testing.assert_array_equal(
-        jax.random.key_data(key(7, "adapters")),
+        jax.random.key_data(run_key(7, "adapters")),
         jax.random.key_data(stream(jax.random.key(7), "adapters")),
     )
 

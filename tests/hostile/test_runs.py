@@ -43,7 +43,10 @@ def train(folder, *overrides: str):
 
 
 def saved(folder) -> list[int]:
-    return [checkpoint.iteration_of(path) for path in checkpoint.candidates(folder / "checkpoints")]
+    return [
+        checkpoint.iteration_of(path)
+        for path in checkpoint.list_checkpoints(folder / "checkpoints")
+    ]
 
 
 @pytest.mark.exhaustive

@@ -23,7 +23,7 @@ from PIL import Image
 
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.rewards import host
-from solrl_jax.rewards.host import Failure, RewardError, scoring
+from solrl_jax.rewards.host import RewardError, ScoringFailure, scoring
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import HostReward, HostRewards
 
@@ -113,7 +113,7 @@ def test_a_right_answer(service):
 @pytest.mark.parametrize("case", ANSWERS)
 def test_an_answer_that_is_none_is_one_line_in_time(case, service):
     began = time.monotonic()
-    with pytest.raises(Failure, match=ANSWERS[case][1]) as failure:
+    with pytest.raises(ScoringFailure, match=ANSWERS[case][1]) as failure:
         ask(f"{service}/{case}")
     assert len(str(failure.value).splitlines()) == 1
     assert time.monotonic() - began < 60

@@ -68,9 +68,9 @@ def test_an_encoding_that_lacks_a_character_is_no_failure(monkeypatch, tmp_path)
 
 def test_libraries_that_find_too_little_memory_are_one_line():
     said = "libjax_common.so: failed to map segment from shared object"
-    message, code = main.explained(ImportError(said))
+    message, code = main.describe_failure(ImportError(said))
     assert (message.partition(";")[0], code) == (f"out of memory: {said}", 1)
-    assert main.UNFORESEEN in main.explained(ImportError("no such name"))[0]
+    assert main.UNFORESEEN in main.describe_failure(ImportError("no such name"))[0]
 
 
 def test_figures_are_drawn_whatever_the_shell_asks_for(monkeypatch):

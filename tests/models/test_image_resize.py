@@ -83,7 +83,7 @@ def test_pickscore_and_aesthetic_see_what_the_processor_of_transformers_gives(si
     theirs = CLIPImageProcessorPil()(as_pil(images), return_tensors="np")["pixel_values"].transpose(
         0, 2, 3, 1
     )
-    ours = jax.jit(Preprocessing(SIZE, "bicubic", eight_bit=True, fit="crop", odd="down"))(images)
+    ours = jax.jit(Preprocessing(SIZE, "bicubic", eight_bit=True, fit="crop", crop_rounding="down"))(images)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
@@ -126,9 +126,9 @@ def test_a_strip_of_pixels_is_padded_and_keeps_at_least_one():
 def test_the_variants_differ_by_many_levels():
     """So that each parity above would show one taken for another."""
     images = pictures(300, 305)
-    base = dict(size=SIZE, kernel="bicubic", eight_bit=True, fit="crop", odd="down")
+    base = dict(size=SIZE, kernel="bicubic", eight_bit=True, fit="crop", crop_rounding="down")
     reference = pixels(Preprocessing(**base), images)
-    for change in ({"kernel": "bilinear"}, {"fit": "pad"}, {"odd": "even"}):
+    for change in ({"kernel": "bilinear"}, {"fit": "pad"}, {"crop_rounding": "even"}):
         assert (
             np.abs(pixels(Preprocessing(**base | change), images) - reference).max() > 10 * LEVEL
         ), change

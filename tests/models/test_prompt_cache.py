@@ -87,11 +87,11 @@ def test_pipes_in_the_folder_are_not_waited_for(tmp_path):
     file = tmp_path / "weights"
     file.write_text("weights")
     cache.write(KEY, ENCODING)
-    digest = cache.digest(file)
+    digest = cache.file_sha256(file)
     for path in files_below(tmp_path / "cache"):
         path.unlink()
         os.mkfifo(path)
-    assert (cache.read(KEY), cache.digest(file)) == (None, digest)
+    assert (cache.read(KEY), cache.file_sha256(file)) == (None, digest)
 
 
 def test_an_entry_under_the_name_of_another_is_none(tmp_path):
@@ -159,16 +159,16 @@ def test_the_digest_of_a_file_is_of_its_content_and_is_taken_once(tmp_path, monk
     cache = Cache(tmp_path / "cache")
     a.write_bytes(b"weights")
     b.write_bytes(b"weights")
-    first = cache.digest(a)
-    assert cache.digest(a) == first == Cache(cache.folder).digest(a)
+    first = cache.file_sha256(a)
+    assert cache.file_sha256(a) == first == Cache(cache.folder).file_sha256(a)
     assert len(read) == 1
-    assert cache.digest(b) == first
+    assert cache.file_sha256(b) == first
     assert len(read) == 2
     for known in files_below(cache.folder):  # a damaged note is no note
         known.write_bytes(known.read_bytes()[:-1])
-    assert cache.digest(a) == first
+    assert cache.file_sha256(a) == first
     assert len(read) == 3
     times = a.stat()
     a.write_bytes(b"Weights")  # of the same length, and made to look as old
     os.utime(a, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert cache.digest(a) != first
+    assert cache.file_sha256(a) != first

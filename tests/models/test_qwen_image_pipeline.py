@@ -55,8 +55,8 @@ def test_a_directory_says_what_it_is(opened):
     assert not pipeline.embedded_guidance
     assert pipeline.vae_dtype is None
     assert pipeline.shift_terminal == 0.02
-    assert pipeline.mu(10, 256) == 0.5
-    assert pipeline.mu(4, 8192) == pytest.approx(0.9)
+    assert pipeline.shift_formula(10, 256) == 0.5
+    assert pipeline.shift_formula(4, 8192) == pytest.approx(0.9)
     language = reference.text_encoder.model.language_model
     for network, component in (
         (reference.transformer, pipeline.transformer),
@@ -68,8 +68,8 @@ def test_a_directory_says_what_it_is(opened):
 def test_the_schedule_of_training_is_the_released_one(opened):
     pipeline = open_pipeline(opened[0])
     scheduler = opened[1].scheduler
-    scheduler.set_timesteps(sigmas=np.linspace(1, 0.1, 10), mu=pipeline.mu(10, 1024))
-    sigmas = make_sigmas("flux", 10, 1.0, 1024, pipeline.mu, pipeline.shift_terminal)
+    scheduler.set_timesteps(sigmas=np.linspace(1, 0.1, 10), mu=pipeline.shift_formula(10, 1024))
+    sigmas = make_sigmas("flux", 10, 1.0, 1024, pipeline.shift_formula, pipeline.shift_terminal)
     np.testing.assert_allclose(sigmas, scheduler.sigmas, atol=1e-6)
 
 

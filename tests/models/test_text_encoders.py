@@ -87,7 +87,7 @@ def no_loading(monkeypatch):
 def test_an_encoding_does_not_depend_on_batch_mates_place_or_mesh(model, precision, folders):
     one, many = (encoders_of(folders / model, None, precision, *mesh) for mesh in ((1, 1), (2, 4)))
     whole, computed = one.encode(PROMPTS, TOKENS)  # two chunks, the second filled up
-    assert computed == len(PROMPTS) > one.chunk
+    assert computed == len(PROMPTS) > one.prompts_per_chunk
     rows = [bits({name: x[i] for name, x in whole.items()}) for i in range(len(PROMPTS))]
     assert len({str(row) for row in rows}) == len(PROMPTS)  # prompts differ
     backwards, _ = one.encode(PROMPTS[::-1], TOKENS)

@@ -58,10 +58,10 @@ def test_a_module_is_read_as_it_is_written():
     assert module.entry == "main"
     assert list(module.computations) == ["double", "one", "more", "small", "large", "main"]
     steps = {step.name: step for steps in module.computations.values() for step in steps}
-    assert steps["twice"].arrays == (hlo.Array("f32", (4,), space=1),)
+    assert steps["twice"].arrays == (hlo.ResultArray("f32", (4,), space=1),)
     assert (steps["twice"].size, steps["y"].size) == (0, 16)  # the first is not in main memory
     assert [step.name for step in steps["start"].operands] == ["zero", "p"]
-    assert steps["start"].arrays == (hlo.Array("s32", ()), hlo.Array("f32", (4,)))
+    assert steps["start"].arrays == (hlo.ResultArray("s32", ()), hlo.ResultArray("f32", (4,)))
     assert steps["y"].value("calls") == "double"
     assert steps["y"].value("to_apply") == ""
     assert (steps["kernel"].text("custom_call_target"), steps["kernel"].text("op_name")) == (
@@ -106,7 +106,7 @@ def test_types_say_their_bytes():
         "c64": 8,
         "token": 0,
     }
-    assert {kind: hlo.Array(kind, (2, 3)).size / 6 for kind in sizes} == sizes
+    assert {kind: hlo.ResultArray(kind, (2, 3)).size / 6 for kind in sizes} == sizes
     with pytest.raises(ValueError, match="element type 'tuple' is not known"):
         hlo.element_bits("tuple")
 

@@ -5,7 +5,7 @@ formulas.
 import pytest
 
 from solrl_jax.planning import hlo
-from solrl_jax.planning.kernels import Kernel, kernels, native
+from solrl_jax.planning.kernels import Kernel, count_library_kernels, kernels
 from tests.planning.programs import text
 
 
@@ -29,7 +29,7 @@ def test_a_block_scaled_product_is_native_on_blackwell():
     assert kernel.operations == 2 * 128 * 128 * 256
     scales = 2 * 128 * 16  # rows are padded to 128 and blocks to 16 for both operands
     assert kernel.moved == 2 * 128 * 256 / 2 + 2 * scales / 2 + 2 * 128 * 128
-    assert native(read("nvfp4-b200")) == {kernel.name: 1}
+    assert count_library_kernels(read("nvfp4-b200")) == {kernel.name: 1}
 
 
 def test_a_block_scaled_product_is_expanded_on_hopper():
@@ -150,7 +150,7 @@ ENTRY %main (q: bf16[2,8,64,32], k: bf16[2,8,16,32]) -> bf16[2,8,64,32] {
     ("name", "count"), [("train-h200", 15), ("attend-b200", 2), ("batched-tpu-v6e", 0)]
 )
 def test_functions_of_libraries_are_counted_by_name(name, count):
-    assert sum(native(read(name)).values()) == count
+    assert sum(count_library_kernels(read(name)).values()) == count
 
 
 FUSED = """HloModule fused

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from solrl_jax.errors import InputError
 from solrl_jax.planning import topology
 from solrl_jax.planning.hlo import parse
-from solrl_jax.planning.kernels import kernels, native
+from solrl_jax.planning.kernels import count_library_kernels, kernels
 from solrl_jax.planning.roofline import roofline
 from solrl_jax.planning.targets import TARGETS, description
 from tests.planning.programs import PROGRAMS, compiled, text
@@ -236,7 +236,9 @@ def test_formats_are_native_where_there_are_units(device):
     capability = TARGETS[device].capability
 
     def made(name):
-        return native(kernels(parse(compiled(PROGRAMS[name]._replace(device=device)).as_text())))
+        return count_library_kernels(
+            kernels(parse(compiled(PROGRAMS[name]._replace(device=device)).as_text()))
+        )
 
     assert ("__cudnn$blockScaledDot f4e2m1fn" in made("nvfp4-b200")) == (capability >= (10, 0))
     assert ("__cublas$lt$matmul$f8 f8e4m3fn" in made("fp8-h200")) == (capability >= (8, 9))

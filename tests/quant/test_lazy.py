@@ -344,7 +344,7 @@ def test_a_gpu_that_cannot_convert_to_fp8_takes_the_twin(monkeypatch, name, capa
     device = SimpleNamespace(platform="gpu", compute_capability=capability)
     with monkeypatch.context() as patch:
         patch.setattr(compile_target, "first_device", lambda: device)
-        assert compile_target.triton_converts_fp8() == (capability == "9.0")
+        assert compile_target.local_triton_converts_fp8() == (capability == "9.0")
         assert lower().count("__gpu$xla.gpu.triton") == kernels
 
 

@@ -12,7 +12,7 @@ from solrl_jax.parallel.sharding import jit
 from solrl_jax.quant import compile_target
 from solrl_jax.quant import linear_attention as module
 from solrl_jax.quant.lazy import ColumnView, LazyActivation, LazyPart
-from solrl_jax.quant.linear_attention import Blocks, mixed_reference, reference
+from solrl_jax.quant.linear_attention import Blocks, mixed_reference, plain_reference
 from tests.cases import first_is_quick
 
 SHAPES = {"small": (2, 5, 2, 16), "of two blocks": (1, 200, 3, 32), "SANA's": (1, 1024, 2, 32)}
@@ -76,7 +76,7 @@ def on_gpu(monkeypatch):
 
 def by_reference(heads, inputs):
     """In float32, of values in BF16."""
-    return reference(*(x.value.astype(jnp.float32) for x in inputs), heads)
+    return plain_reference(*(x.value.astype(jnp.float32) for x in inputs), heads)
 
 
 @pytest.mark.slow

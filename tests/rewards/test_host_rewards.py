@@ -178,7 +178,7 @@ def test_processes_that_do_not_start_are_a_failure(monkeypatch):
 
 
 def test_a_masked_score_is_no_number():
-    with pytest.raises(host.Failure, match="no numbers"):
+    with pytest.raises(host.ScoringFailure, match="no numbers"):
         host.check_answer(np.ma.masked_invalid([np.nan, 1]), 2)
 
 
@@ -289,7 +289,7 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
 
     sampler = built.sampler("some", fresh_state(built).adapters, 3)
     rows = SeedBatch.from_seeds(built.seeds("candidate", built.train_prompts[:1], 6))
-    assert sampler.chunk == 2
+    assert sampler.samples_per_device == 2
     samples = generate(
         built.backbone,
         sampler,

@@ -16,7 +16,7 @@ import pytest
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards import host, usage
-from solrl_jax.rewards.host import Failure, RewardError, scoring
+from solrl_jax.rewards.host import RewardError, ScoringFailure, scoring
 from solrl_jax.rewards.judge import scoring as formulas
 from solrl_jax.rewards.judge.cache import Cache
 from solrl_jax.rewards.judge.client import MAX_ANSWER_BYTES, find_key
@@ -92,9 +92,11 @@ def test_yes_and_preference_are_relative_to_both_words():
 
 @pytest.mark.parametrize("tokens", [[], [("The", -0.01), ("yes", -9.0)], [("maybe", 0.0)]])
 def test_another_word_is_no_score(tokens):
-    with pytest.raises(Failure, match=r"yes or no have probability .* together: expected at least"):
+    with pytest.raises(
+        ScoringFailure, match=r"yes or no have probability .* together: expected at least"
+    ):
         formulas.score_yes(tokens)
-    with pytest.raises(Failure, match=r"1 to 5 have probability"):
+    with pytest.raises(ScoringFailure, match=r"1 to 5 have probability"):
         formulas.score_digits(tokens, 1, 5)
 
 
@@ -116,7 +118,9 @@ def test_json_is_the_mean_of_the_criteria():
      '{"a": NaN, "b": 1}', "[1, 2]", "3", '{"a": 1, "a": 2, "b": 1}', "[" * 10**5, '{"a": 1e999, "b": 1}'],
 )  # fmt: skip
 def test_other_json_is_no_score(text):
-    with pytest.raises(Failure, match=r'answered .*: expected \{"a": 0 to 10, "b": 1 to 5\}'):
+    with pytest.raises(
+        ScoringFailure, match=r'answered .*: expected \{"a": 0 to 10, "b": 1 to 5\}'
+    ):
         formulas.score_json(text, {"a": (0.0, 10.0), "b": (1.0, 5.0)})
 
 
@@ -261,7 +265,9 @@ def test_no_cache_and_a_damaged_one(server, tmp_path):
     assert len(server.bodies) == 10
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "scores.sqlite").write_bytes(b"nonsense" * 1000)
-    with pytest.raises(Failure, match=r"its cache .*scores.sqlite cannot be used .*; remove it"):
+    with pytest.raises(
+        ScoringFailure, match=r"its cache .*scores.sqlite cannot be used .*; remove it"
+    ):
         ask(server, "yes", cache=str(tmp_path / "bad"))
 
 
@@ -273,7 +279,7 @@ def test_a_stored_score_that_is_no_number_of_a_float_is_a_failure(tmp_path, stor
     with contextlib.closing(sqlite3.connect(tmp_path / "scores.sqlite")) as database:
         database.execute("UPDATE scores SET scores = ?", [f'{{"reward": {stored}}}'])
         database.commit()
-    with pytest.raises(Failure, match=r"scores.sqlite cannot be used \(.*\); remove it"):
+    with pytest.raises(ScoringFailure, match=r"scores.sqlite cannot be used \(.*\); remove it"):
         cache.read("key")
 
 
@@ -304,7 +310,7 @@ def test_the_key_is_sent_and_never_said(server, monkeypatch):
     server.answers["refuses"] = lambda handler, body: reply(
         handler, {"error": {"message": "no such key: sk-secret"}}, 401
     )
-    with pytest.raises(Failure, match=r"status 401 \(no such key: \*\*\*\)") as failure:
+    with pytest.raises(ScoringFailure, match=r"status 401 \(no such key: \*\*\*\)") as failure:
         ask(server, "refuses")
     assert server.headers[0]["Authorization"] == "Bearer sk-secret"
     assert "sk-secret" not in str(failure.value)
@@ -455,7 +461,7 @@ def test_a_hostile_answer_is_one_line_in_time_and_loses_nothing(server, case, mo
     monkeypatch.setattr("solrl_jax.rewards.judge.reward.seconds_left", lambda: 4.0)
     pictures = PICTURES[:2]
     began = time.monotonic()
-    with pytest.raises(Failure) as failure:
+    with pytest.raises(ScoringFailure) as failure:
         ask(server, "mixed", pictures=pictures, request_timeout=1.0, retries=1)
     assert time.monotonic() - began < 10
     assert message in str(failure.value)
@@ -473,7 +479,7 @@ def test_a_hostile_answer_is_one_line_in_time_and_loses_nothing(server, case, mo
 def test_no_server_at_all():
     with serving() as server:
         pass
-    with pytest.raises(Failure, match=r"no answer \(.*\) \(5 of 5 requests failed\)"):
+    with pytest.raises(ScoringFailure, match=r"no answer \(.*\) \(5 of 5 requests failed\)"):
         ask(server, "yes", retries=0)
 
 
@@ -491,7 +497,7 @@ def test_a_request_is_repeated_until_the_server_is_ready(server):
 def test_an_answer_that_would_be_the_same_again_is_not_asked_for_again(server, case):
     handler, message = HOSTILE[case]
     server.answers["refused"] = handler
-    with pytest.raises(Failure, match=message):
+    with pytest.raises(ScoringFailure, match=message):
         ask(server, "refused", pictures=PICTURES[:1], retries=3)
     assert len(server.bodies) == 1
 
@@ -547,7 +553,7 @@ def test_a_server_that_breaks_is_asked_once_whatever_its_message_says(server):
         reply(handler, {"error": {"message": "upstream answered status 400"}}, 500)
 
     server.answers["breaks"] = breaks
-    with pytest.raises(Failure, match=r"^status 500"):
+    with pytest.raises(ScoringFailure, match=r"^status 500"):
         probe(open_judge("judge", {"base_url": server.url, "model": "breaks"}))
     assert len(asked) == 1
 

@@ -73,7 +73,7 @@ def train(config, stop_in=None):
 
 
 def arrays(config):
-    path = checkpoint.candidates(Path(config.run.dir) / "checkpoints")[0]
+    path = checkpoint.list_checkpoints(Path(config.run.dir) / "checkpoints")[0]
     state, _ = checkpoint.restore(path, state_shapes(build(config)))
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
 

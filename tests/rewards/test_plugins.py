@@ -25,7 +25,7 @@ from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards import registry
-from solrl_jax.rewards.host import Failure, scoring, shared_workers
+from solrl_jax.rewards.host import ScoringFailure, scoring, shared_workers
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images
 from tests import outside
@@ -312,7 +312,7 @@ def test_a_service_is_given_what_a_function_is(service):
 
 
 def test_what_a_service_says_of_its_failure_is_passed_on(service):
-    with pytest.raises(Failure, match=r"^status 500 \(ValueError: no such prompt\)$"):
+    with pytest.raises(ScoringFailure, match=r"^status 500 \(ValueError: no such prompt\)$"):
         ask(service, prompts=[Prompt("refused")] * 5)
 
 
@@ -346,7 +346,7 @@ def test_a_busy_service_is_asked_again(answering):
     server.answers = [(503, ""), (200, json.dumps({"scores": [1, 2, 3, 4, None]}))]
     np.testing.assert_array_equal(ask(url), [1, 2, 3, 4, np.nan])
     server.answers = [(429, "")] * 9
-    with pytest.raises(Failure, match=r"^status 429 \(Too Many Requests\)$"):
+    with pytest.raises(ScoringFailure, match=r"^status 429 \(Too Many Requests\)$"):
         ask(url)
     assert len(server.answers) == 9 - 3  # asked again at once and after a second: half of the time
 
@@ -355,12 +355,12 @@ def test_a_busy_service_is_asked_again(answering):
 def test_an_answer_that_is_none_is_named(body, answering):
     server, url = answering
     server.answers = [(200, body)]
-    with pytest.raises(Failure, match=re.escape('expected {"scores": [...]} for an answer')):
+    with pytest.raises(ScoringFailure, match=re.escape('expected {"scores": [...]} for an answer')):
         ask(url)
 
 
 def test_a_service_that_is_not_there_is_named():
-    with pytest.raises(Failure, match=r"^no answer \(.*[Cc]onnection refused\)$"):
+    with pytest.raises(ScoringFailure, match=r"^no answer \(.*[Cc]onnection refused\)$"):
         ask("http://127.0.0.1:9/", timeout=0.5)
 
 

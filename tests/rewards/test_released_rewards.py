@@ -83,8 +83,8 @@ def files(tmp_path_factory):
         "aesthetic": aesthetic,
     }
     with pytest.MonkeyPatch.context() as patch:
-        small_hps = registry.InJax(partial(hpsv2, config=released.HPS))
-        small_image_reward = registry.InJax(partial(imagereward, config=config))
+        small_hps = registry.JaxEntry(partial(hpsv2, config=released.HPS))
+        small_image_reward = registry.JaxEntry(partial(imagereward, config=config))
         patch.setitem(registry.REWARDS, "hpsv2", small_hps)
         patch.setitem(registry.REWARDS, "imagereward", small_image_reward)
         yield {name: str(path) for name, path in paths.items()}, references

@@ -35,7 +35,7 @@ def test_from_this_chunk_on_a_candidate_does_not_depend_on_it(model, phase):
     def run(chunk):
         return generate(
             experiment.backbone,
-            dataclasses.replace(made, chunk=chunk),
+            dataclasses.replace(made, samples_per_device=chunk),
             prompted,
             rows,
             experiment.reward,

@@ -54,8 +54,8 @@ def build(folder, *overrides):
         f"reward.weights={{redness: 2, '{HOST}': 1, spread: -1, '{MOTION}': 3}}",
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(rewards.REWARDS, "redness", rewards.InJax(lambda paths: in_jax()))
-        patch.setitem(rewards.REWARDS, "spread", rewards.InJax(lambda paths: spread()))
+        patch.setitem(rewards.REWARDS, "redness", rewards.JaxEntry(lambda paths: in_jax()))
+        patch.setitem(rewards.REWARDS, "spread", rewards.JaxEntry(lambda paths: spread()))
         return experiments.build(small_config("unused", *settings, *overrides))
 
 

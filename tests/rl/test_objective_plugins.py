@@ -6,7 +6,7 @@ from solrl_jax.config.serialization import to_yaml
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
 from solrl_jax.rl.objective import load_objective
-from solrl_jax.runs.directory import configuration
+from solrl_jax.runs.directory import read_target
 from tests.small import small_config
 
 NAME = f"{__name__}:transitions"
@@ -44,16 +44,16 @@ def test_a_run_directory_runs_no_objective_that_is_not_trusted(tmp_path):
     config = small_config(tmp_path, f"objective={NAME}")
     (tmp_path / "config.yaml").write_text(to_yaml(config))
     with pytest.raises(InputError, match=rf"trains with {NAME}, .* trust=True"):
-        configuration(str(tmp_path), (), None, trust=False)
-    assert configuration(str(tmp_path), (), None, trust=True)[0].algorithm.objective == NAME
-    own, _ = configuration(str(tmp_path), ("algorithm.objective=nft",), None, trust=False)
+        read_target(str(tmp_path), (), None, trust=False)
+    assert read_target(str(tmp_path), (), None, trust=True)[0].algorithm.objective == NAME
+    own, _ = read_target(str(tmp_path), ("algorithm.objective=nft",), None, trust=False)
     assert own.algorithm.objective == "nft"
     for chosen in (
         f"objective={NAME}",
         f"algorithm.objective = {NAME}",
         f"algorithm={{objective: {NAME}}}",
     ):
-        own, _ = configuration(str(tmp_path), (chosen,), None, trust=False)
+        own, _ = read_target(str(tmp_path), (chosen,), None, trust=False)
         assert own.algorithm.objective == NAME
     with pytest.raises(InputError, match=rf"trains with {NAME}, .* trust=True"):
-        configuration(str(tmp_path), ("algorithm.beta=0.5",), None, trust=False)
+        read_target(str(tmp_path), ("algorithm.beta=0.5",), None, trust=False)

@@ -87,11 +87,11 @@ def test_the_papers_recipe_has_one_segment_on_the_configured_schedule_in_the_for
     assert same(segment.schedule, paper.schedule(4))
     flat = flatten(segment.policy)
     assert {path for path in flat if type(flat[path]) is NVFP4Tensor} == set(KERNELS)
-    assert (sampler.name, sampler.decoder, sampler.shape, sampler.chunk) == (
+    assert (sampler.name, sampler.decoder, sampler.shape, sampler.samples_per_device) == (
         "explore",
         regenerating.decoder,
         regenerating.shape,
-        regenerating.chunk,
+        regenerating.samples_per_device,
     )
     (exact,) = regenerating.segments
     assert all(type(flatten(exact.policy)[path]) is LowRank for path in KERNELS)

@@ -213,7 +213,7 @@ def build(name: str, folder: Path, *overrides: str) -> Experiment:
         patch.setitem(
             rewards.REWARDS,
             "redness",
-            rewards.InJax(lambda paths: redness()),
+            rewards.JaxEntry(lambda paths: redness()),
         )
         return experiments.build(
             small_config("unused", *of_model, *SHORT, "reward.weights={redness: 1}", *overrides)

@@ -150,8 +150,8 @@ def test_the_table_has_a_row_a_setting_and_for_a_single_one_a_row_a_prompt():
     settings = [ExplorationSetting("nvfp4", 6), ExplorationSetting("bf16", 10, "best")]
     pools = Pools(("a", "b"), TRUE, dict.fromkeys(settings, TRUE))
     results = [summarize(pools, setting, 4) for setting in settings]
-    both = rank.table(results, settings).splitlines()
-    single = rank.table(results[:1], settings[:1]).splitlines()
+    both = rank.format_table(results, settings).splitlines()
+    single = rank.format_table(results[:1], settings[:1]).splitlines()
     assert both[1].startswith("nvfp4, 6 steps ")
     assert both[2].startswith("best: bf16, 10 steps ")
     assert [line.split()[0] for line in single[1:3]] == ["a", "b"]

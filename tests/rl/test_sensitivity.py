@@ -10,7 +10,13 @@ from solrl_jax.errors import RunError
 from solrl_jax.rl import rank, sensitivity
 from solrl_jax.rl.experiment import build, fresh_state
 from solrl_jax.rl.explore import quantized_layers
-from solrl_jax.rl.sensitivity import Sensitivity, group_of, measure, propose_unquantized, table
+from solrl_jax.rl.sensitivity import (
+    Sensitivity,
+    format_table,
+    group_of,
+    measure,
+    propose_unquantized,
+)
 from tests.toys import toy_experiment
 
 GROUPS = {"/attn1/", "/ff/"}
@@ -39,7 +45,9 @@ def test_the_proposal_takes_what_costs_least_for_its_share():
     assert propose_unquantized(0.99, groups, 0.97) == ["/norm1/"]
     assert propose_unquantized(0.99, groups, 0.98) == ["/attn/", "/norm1/"]
     assert propose_unquantized(0.99, groups, 0.5) == []
-    assert "model.quantization.modules_to_not_convert=[/norm1/]" in table(0.99, groups, ["/norm1/"])
+    assert "model.quantization.modules_to_not_convert=[/norm1/]" in format_table(
+        0.99, groups, ["/norm1/"]
+    )
 
 
 @pytest.mark.exhaustive

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from solrl_jax.diffusion.seeds import key, seed_numbers
+from solrl_jax.diffusion.seeds import run_key, seed_numbers
 from solrl_jax.rl import iteration as iterations
 from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import fresh_state
@@ -96,7 +96,9 @@ def test_a_calibration_draws_from_its_own_stream(toy):
 def test_adapters_start_from_their_own_stream(toy):
     lora = toy.config.lora
     base = toy.backbone.transformer
-    want = init_adapters(key(SEED, "adapters"), base, list(toy.trained_paths.adapted), lora.rank)
+    want = init_adapters(
+        run_key(SEED, "adapters"), base, list(toy.trained_paths.adapted), lora.rank
+    )
     state = fresh_state(toy)
     for adapters in (state.adapters, state.old, state.ema):
         jax.tree.map(np.testing.assert_array_equal, adapters, want)

@@ -372,7 +372,7 @@ def test_an_iteration_is_a_function_of_its_arguments(toy):
     """
     want, told = iterate(toy, fresh_state(toy), 1)
     uneven = toy_experiment("rollout.per_device_batch_size=3", "optimizer.per_device_batch_size=5")
-    assert uneven.sampler("regenerate", want.old, 3).chunk == 3
+    assert uneven.sampler("regenerate", want.old, 3).samples_per_device == 3
     got, outcome = iterate(uneven, fresh_state(uneven), 1)
     np.testing.assert_array_equal(outcome.ledger["kept"], told.ledger["kept"])
     for name in ("proxy_reward", "regenerated_reward"):
@@ -403,7 +403,7 @@ def gradient_distance(a, b):
 def test_an_uneven_chunk_and_micro_batch_train_a_real_network_the_same(experiment, first):
     """In BF16 and NVFP4."""
     state, told = first
-    there = with_rollout(experiment, chunk=3)
+    there = with_rollout(experiment, samples_per_device=3)
     optimizer = dataclasses.replace(there.config.optimizer, per_device_batch_size=3)
     there = dataclasses.replace(
         there, config=dataclasses.replace(there.config, optimizer=optimizer)
@@ -429,8 +429,8 @@ def test_a_chunk_is_no_larger_than_what_an_iteration_explores():
         toy = toy_experiment(f"rollout.per_device_batch_size={chunk}", mesh=mesh)
         adapters = fresh_state(toy).old
         assert (
-            toy.sampler("regenerate", adapters, 3).chunk
-            == toy.explorer.sampler(adapters, toy.explorer.settings[0]).chunk
+            toy.sampler("regenerate", adapters, 3).samples_per_device
+            == toy.explorer.sampler(adapters, toy.explorer.settings[0]).samples_per_device
             == expected
         )
 

@@ -28,7 +28,7 @@ from solrl_jax.rl.state import init_state
 from solrl_jax.rl.trainable.trainable import TrainedPaths, attach, find_trained_paths, flatten
 from solrl_jax.rl.update import blend, update
 from solrl_jax.runs import generation
-from solrl_jax.runs.directory import configuration, load_policy
+from solrl_jax.runs.directory import load_policy, read_target
 from solrl_jax.runs.identity import write_config
 from tests import states
 from tests.rl.test_update import (
@@ -107,13 +107,13 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
     targets = find_trained_paths(transformer, config)
     least = 16 * transformer.num_parameters
     monkeypatch.setattr(memory_check, "device_memory", lambda: least)
-    memory_check.refuse_what_cannot_fit(config, pipeline, targets, 2)
+    memory_check.check_memory(config, pipeline, targets, 2)
     monkeypatch.setattr(memory_check, "device_memory", lambda: least - 1)
     with pytest.raises(
         InputError,
         match=r"^train.parameters=all: 0.00\d+ billion parameters in full take .* GB of a device, which",
     ):
-        memory_check.refuse_what_cannot_fit(config, pipeline, targets, 2)
+        memory_check.check_memory(config, pipeline, targets, 2)
 
 
 def test_a_batch_of_images_is_what_a_device_generates_at_once(monkeypatch):
@@ -122,12 +122,12 @@ def test_a_batch_of_images_is_what_a_device_generates_at_once(monkeypatch):
     config = small_config("unused", "rollout.per_device_batch_size=100", "lora.rank=1")
     image = 3 * 4 * 32 * 32
     monkeypatch.setattr(memory_check, "device_memory", lambda: 2 * image)
-    memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 8)
+    memory_check.check_memory(config, pipeline, TrainedPaths(()), 8)
     with pytest.raises(
         InputError,
         match=r"^rollout.per_device_batch_size=100: takes .* and a device .*; at most 2 fit",
     ):
-        memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 4)
+        memory_check.check_memory(config, pipeline, TrainedPaths(()), 4)
 
 
 @pytest.mark.parametrize(("objective", "latents"), [("nft", 1), ("flow_grpo", 4), ("refl", 4)])
@@ -141,13 +141,13 @@ def test_every_device_holds_the_samples_that_are_trained_on(objective, latents, 
     least = 8 * latents * 4 * math.prod(pipeline.latent_shape(32, 32))
     least = max(least, 3 * 4 * 32 * 32)  # of one image
     monkeypatch.setattr(memory_check, "device_memory", lambda: least)
-    memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 1)
+    memory_check.check_memory(config, pipeline, TrainedPaths(()), 1)
     if latents > 1:
         monkeypatch.setattr(memory_check, "device_memory", lambda: least - 1)
         with pytest.raises(
             InputError, match=r"^rollout.kept=4: takes .* and a device .*; at most 3 fit"
         ):
-            memory_check.refuse_what_cannot_fit(config, pipeline, TrainedPaths(()), 1)
+            memory_check.check_memory(config, pipeline, TrainedPaths(()), 1)
 
 
 @pytest.mark.slow
@@ -214,7 +214,7 @@ def untrained_run(folder, precision):
 def test_a_policy_is_loaded_in_another_precision_than_it_was_trained_in(tmp_path, saved, loaded):
     _, ema = untrained_run(tmp_path, saved)
     # as `solrl eval RUN rollout.precision=...` gives it
-    config, run = configuration(str(tmp_path), (f"rollout.precision={loaded}",), None, trust=True)
+    config, run = read_target(str(tmp_path), (f"rollout.precision={loaded}",), None, trust=True)
     backbone = load_backbone(config.model.path, loaded, make_mesh(1, 1))
     policy, iteration = load_policy(run, config, backbone)
     assert iteration == 1

@@ -53,7 +53,7 @@ def test_a_round_trip_keeps_every_bit_and_the_meta(saved):
     assert warnings == []
     state, meta = checkpoint.restore(saved / "000001", abstract(make_state(0)))
     assert_same_bits(state, make_state(1))
-    assert [path.name for path in checkpoint.candidates(saved)] == ["000002", "000001"]
+    assert [path.name for path in checkpoint.list_checkpoints(saved)] == ["000002", "000001"]
 
 
 def test_a_parameter_that_older_checkpoints_lack_is_zero(tmp_path):
@@ -162,7 +162,7 @@ def files_of(path):
 
 def assert_skipped(root, reason=""):
     """The newest checkpoint is refused with one line, and the one before is restored."""
-    newest = checkpoint.candidates(root)[0]
+    newest = checkpoint.list_checkpoints(root)[0]
     with pytest.raises(CheckpointError) as error:
         checkpoint.verify(newest)
     state, meta, warnings = checkpoint.restore_latest(
@@ -246,9 +246,9 @@ def test_pruning_counts_good_ones_only(root):
     newest = files_of(root / "000003")[0]
     newest.write_bytes(bytes(newest.stat().st_size))
     checkpoint_writer.prune(root, 1)
-    assert [path.name for path in checkpoint.candidates(root)] == ["000003", "000002"]
+    assert [path.name for path in checkpoint.list_checkpoints(root)] == ["000003", "000002"]
     checkpoint_writer.prune(root, 0)
-    assert [path.name for path in checkpoint.candidates(root)] == ["000003", "000002"]
+    assert [path.name for path in checkpoint.list_checkpoints(root)] == ["000003", "000002"]
     save(root, 3, make_state(3), {"config": "abc"}, keep=1)
     assert os.listdir(root) == ["000003"]
     checkpoint.verify(root / "000003")
@@ -270,7 +270,7 @@ def test_the_best_is_not_removed_because_its_meta_is_damaged(word, other, tmp_pa
     meta = tmp_path / "000001" / "meta.json"
     meta.write_text(meta.read_text().replace(word, other))
     save(tmp_path, 3, make_state(3), {"evaluation": {"eval/reward": 0.6}}, keep=1, best=1)
-    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["000003", "000001"]
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["000003", "000001"]
 
 
 class Killed(BaseException):
@@ -324,7 +324,7 @@ def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path,
             with dying_at(monkeypatch, instant, arrays):
                 save(root, 2, new, {"new": True}, keep=1)
         except Killed:
-            newest = checkpoint.candidates(root)[0]
+            newest = checkpoint.list_checkpoints(root)[0]
             checkpoint.verify(newest)
             seen.append(
                 (newest.name, "new" in json.loads((newest / "meta.json").read_text())["meta"])

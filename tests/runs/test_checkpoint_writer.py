@@ -99,14 +99,14 @@ def test_one_save_at_a_time_and_one_an_iteration(tmp_path, monkeypatch):
         saver.save(1, SMALL, {})
         saver.save(2, SMALL, {})
     assert events == ["copied 1", "written 1", "copied 2", "written 2"]
-    assert [path.name for path in checkpoint.candidates(tmp_path)] == ["000002", "000001"]
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["000002", "000001"]
 
 
 def test_the_best_stay_beside_the_newest(tmp_path):
     def names(iteration: int, reward: float | None, **options: int) -> list[int]:
         evaluation = None if iteration == 3 else {"eval/reward": reward}
         save(tmp_path, iteration, SMALL, {"evaluation": evaluation}, keep=1, **options)
-        return [checkpoint.iteration_of(path) for path in checkpoint.candidates(tmp_path)]
+        return [checkpoint.iteration_of(path) for path in checkpoint.list_checkpoints(tmp_path)]
 
     assert names(1, 0.5, best=2) == [1]
     assert names(2, 0.9, best=2) == [2, 1]

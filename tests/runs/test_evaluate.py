@@ -19,12 +19,12 @@ from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.runs.evaluate import (
     Evaluation,
     LargestDifferences,
+    base_parameters_like,
     describe_evaluation,
     evaluate,
     paired_difference,
     pool_images,
     sample_grid,
-    untrained,
 )
 from tests.cases import first_is_quick
 from tests.toys import KERNELS, toy_experiment
@@ -50,7 +50,7 @@ def test_a_policy_before_training_is_the_base_model(toy):
         adapted: jax.tree.map(lambda x: x + 0.1, fresh_state(toy).ema[adapted]),
         whole: flatten(toy.backbone.transformer)[whole].astype(jnp.float32) + 0.1,
     }
-    before = untrained(toy, trained)
+    before = base_parameters_like(toy, trained)
     assert jax.tree.structure(before) == jax.tree.structure(trained)
     images = sample_grid(toy, before).images
     np.testing.assert_array_equal(images, sample_grid(toy, {}).images)

@@ -84,7 +84,7 @@ def train(config: Config) -> dict:
 
 def arrays(run_dir: Path) -> dict[str, np.ndarray]:
     """The last checkpoint's arrays, by key path, as stored."""
-    path = checkpoint.candidates(run_dir / "checkpoints")[0]
+    path = checkpoint.list_checkpoints(run_dir / "checkpoints")[0]
     checkpoint.verify(path)
     config = read_run(run_dir)
     is_toy = REWARD in config.reward.weights
@@ -224,7 +224,7 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
             def iteration(self, done: int, row: dict[str, float]) -> None:
                 names = [
                     path.name
-                    for path in checkpoint.candidates(tmp_path / str(every) / "checkpoints")
+                    for path in checkpoint.list_checkpoints(tmp_path / str(every) / "checkpoints")
                 ]
                 on_the_disk[every, done] = f"{done:06d}" in names
                 super().iteration(done, row)
@@ -259,7 +259,7 @@ def test_ctrl_c_saves_exits_cleanly_and_goes_on(tmp_path, uninterrupted):
     assert summary["interrupted"]
     assert 2 <= summary["iterations"] < ITERATIONS
     assert "Traceback" not in errors
-    assert [p.name for p in checkpoint.candidates(tmp_path / "checkpoints")] == [
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path / "checkpoints")] == [
         f"{summary['iterations']:06d}"
     ]
     run(tmp_path)
@@ -271,7 +271,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_used(
     tmp_path, uninterrupted, capsys
 ):
     run(tmp_path, "train.iterations=3")
-    newest = checkpoint.candidates(tmp_path / "checkpoints")[0]
+    newest = checkpoint.list_checkpoints(tmp_path / "checkpoints")[0]
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-7])
     run(tmp_path)
@@ -369,7 +369,7 @@ def stopped(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpoint_writer, "start_writing", slow)
         summary = run(folder, *options)
-    (path,) = checkpoint.candidates(folder / "checkpoints")
+    (path,) = checkpoint.list_checkpoints(folder / "checkpoints")
     checkpoint.verify(path)
     meta = checkpoint.meta_of(path)
     run(folder, *options)
@@ -398,7 +398,7 @@ def test_the_best_are_kept_beside_the_newest_and_hold_their_evaluation(stopped):
         (2, 4, 5), key=lambda iteration: (-scores[iteration]["eval/reward"], -iteration)
     )
     root = folder / "checkpoints"
-    assert {path.name for path in checkpoint.candidates(root)} == {
+    assert {path.name for path in checkpoint.list_checkpoints(root)} == {
         "000005",
         *(f"{i:06d}" for i in evaluated[:2]),
     }

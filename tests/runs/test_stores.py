@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 from solrl_jax.cli import main
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.runs import checkpoint, ledger, metrics, store_writer, trainer
-from solrl_jax.runs.directory import configuration, find_checkpoint
+from solrl_jax.runs.directory import find_checkpoint, read_target
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import files
 from solrl_jax.storage.stores import RunPath, run_path
@@ -61,10 +61,10 @@ def test_checkpoints_are_saved_restored_replaced_and_removed(root):
     for iteration in (1, 2, 3):
         path = save(root, iteration, iteration, keep=2)
     assert path == root / "000003"
-    assert names(checkpoint.candidates(root)) == ["000003", "000002"]
+    assert names(checkpoint.list_checkpoints(root)) == ["000003", "000002"]
     save(root, 3, 30.0)
     assert value_of(path) == 30
-    assert names(checkpoint.candidates(root)) == ["000003", "000002"]
+    assert names(checkpoint.list_checkpoints(root)) == ["000003", "000002"]
     (path / "arrays" / "_METADATA").write_bytes(b"{}")
     restored = checkpoint.restore_latest(root, state(0), {})
     assert restored is not None
@@ -105,7 +105,7 @@ def test_a_checkpoint_counts_while_its_manifest_is_there(root, object_store):
     ]
     save(root, 2, 2.0)
     (root / "000002" / files.MANIFEST).unlink()  # a save or a removal was killed
-    assert names(checkpoint.candidates(root)) == ["000001"]
+    assert names(checkpoint.list_checkpoints(root)) == ["000001"]
     save(root, 3, 3.0)
     assert not (root / "000002").exists()  # the next save removes what is left
 
@@ -124,10 +124,10 @@ def test_while_a_checkpoint_is_replaced_one_of_the_two_counts(root, killed_in):
     elif killed_in == "upload":
         files.remove_directory(old)
         (old / "meta.json").write_bytes(b"{}")
-    newest = checkpoint.candidates(root)[0]
+    newest = checkpoint.list_checkpoints(root)[0]
     assert value_of(newest) == 1
     save(root, 1, 10.0)
-    assert names(checkpoint.candidates(root)) == ["000001"]
+    assert names(checkpoint.list_checkpoints(root)) == ["000001"]
     assert value_of(root / "000001") == 10
     assert not copy.exists()
 
@@ -158,7 +158,7 @@ def test_a_store_that_refuses_in_the_middle_of_a_save(root, object_store, part):
         save(root, 1, 10.0)
     assert value_of(root / "000001") == 1  # a save that could not begin has removed nothing
     save(root, 2, 2.0)
-    assert names(checkpoint.candidates(root)) == ["000002", "000001"]
+    assert names(checkpoint.list_checkpoints(root)) == ["000002", "000001"]
 
 
 WORKER = """
@@ -328,7 +328,7 @@ def test_google_cloud_storage_holds_checkpoints(monkeypatch):
             for iteration in (1, 2, 3):
                 save(root, iteration, iteration, keep=2)
             save(root, 3, 30.0)
-        assert names(checkpoint.candidates(root)) == ["000003", "000002"]
+        assert names(checkpoint.list_checkpoints(root)) == ["000003", "000002"]
         assert value_of(root / "000003") == 30
         with pytest.raises(InputError, match=r"cannot be written: there is no bucket missing$"):
             files.writable_directory(run_path("gs://missing/run"))
@@ -360,7 +360,7 @@ def test_a_run_in_a_store_is_resumed_reported_and_exported(stored, tmp_path):
     summary = train(stored, 2)
     assert (summary["run"], summary["iterations"]) == (str(stored), 2)
     assert_same_run(stored, tmp_path / "disk", 2)
-    assert configuration(str(stored), (), None, trust=False)[1] == stored  # as of `solrl eval`
+    assert read_target(str(stored), (), None, trust=False)[1] == stored  # as of `solrl eval`
     assert find_checkpoint(str(stored), "2") == stored / "checkpoints" / "000002"
     pictures = names((stored / "pictures").iterdir())
     assert pictures == names(sorted((tmp_path / "disk" / "pictures").iterdir()))
@@ -425,7 +425,7 @@ def test_a_run_that_is_killed_six_times_ends_as_on_a_disk_to_the_bit(
                 time.sleep(kill["seconds_after_a_report"])
             process.send_signal(signal.SIGKILL)
         assert process.returncode == -signal.SIGKILL
-        complete = checkpoint.candidates(stored / "checkpoints")
+        complete = checkpoint.list_checkpoints(stored / "checkpoints")
         for path in complete:
             checkpoint.verify(path)
         unfinished = set((stored / "checkpoints").iterdir()) - set(complete)

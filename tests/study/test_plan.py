@@ -9,7 +9,7 @@ import pytest
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
-from solrl_jax.study.cost import carried, find_prices, prices_of
+from solrl_jax.study.cost import find_prices, packaged_prices, prices_of
 from solrl_jax.study.plan import plan_names, read_plan, runs_of
 
 PLANS = json.loads((Path(__file__).parents[2] / "benchmarks" / "plans.json").read_text())["plans"]
@@ -132,12 +132,12 @@ def test_the_carried_prices_are_those_of_the_compiled_plans():
     for prices in (prices_of(plan) for plan in PLANS.values() if plan["devices"] == 1):
         older = found.get(prices.name, prices)
         found[prices.name] = dataclasses.replace(older, network={**prices.network, **older.network})
-    assert carried() == found
+    assert packaged_prices() == found
 
 
 def test_prices_multiply_up_to_the_plan():
     """FLUX.1: 48 prompts, 96 candidates, 24 kept, 6 exploring steps of 10, 4 sigmas."""
-    prices = carried()["flux1-b200"]
+    prices = packaged_prices()["flux1-b200"]
     plan = PLANS["flux1-b200"]
     seconds = {phase["name"]: phase["seconds"] for phase in plan["phases"]}
     assert prices.network["nvfp4"] * 48 * 96 * 6 == pytest.approx(seconds["explore"])
@@ -181,7 +181,7 @@ def test_prices_multiply_up_to_the_plan():
 def test_prices_come_from_a_plan_of_ones_own(tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(PLANS["sana-h200"]))
-    assert find_prices(str(path)) == prices_of(PLANS["sana-h200"]) == carried()["sana-h200"]
+    assert find_prices(str(path)) == prices_of(PLANS["sana-h200"]) == packaged_prices()["sana-h200"]
     path.write_text("{}")
     with pytest.raises(InputError, match=r"plan\.json: not the JSON that `solrl plan` prints"):
         find_prices(str(path))

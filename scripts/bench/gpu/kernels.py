@@ -260,7 +260,7 @@ def linear_attention_cases(sizes: Sizes) -> Iterator[Case]:
         mix = jnp.full((blocks.count,) * 2, 1 / blocks.count)
         return linear_attention.mixed_reference(q, k, v, heads, blocks=blocks, mix=mix)
 
-    twin = partial(linear_attention.reference, heads=heads)
+    twin = partial(linear_attention.plain_reference, heads=heads)
     yield Case("linear attention, SANA", ours, twin, shapes)
     yield Case("linear attention, gradient", gradient(ours), gradient(twin), (*shapes, shapes[0]))
     yield Case("linear attention, MHLA", mixed, mixed_twin, shapes)

@@ -16,7 +16,7 @@ from bench.gpu.record import Task
 from bench.timing import timed
 from solrl_jax.planning.abstract import bytes_per_device
 from solrl_jax.planning.hlo import parse
-from solrl_jax.planning.kernels import kernels, native, unit
+from solrl_jax.planning.kernels import count_library_kernels, kernels, unit
 from solrl_jax.planning.phases import Program
 from solrl_jax.planning.roofline import roofline
 from solrl_jax.planning.targets import TARGETS, Target
@@ -124,7 +124,7 @@ class Gauge:
         all_kernels = kernels(parse(text))
         count = sum(kernel.times * kernel.operations for kernel in all_kernels)
         figures: dict[str, Any] = {
-            "native": native(all_kernels),
+            "native": count_library_kernels(all_kernels),
             "tflops": count / seconds / 1e12,
             "plan": None,
             "ratio": None,

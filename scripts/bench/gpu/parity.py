@@ -19,7 +19,7 @@ from bench.gpu.programs import sampling
 from bench.gpu.record import RUNNING, Record, Task
 from solrl_jax.config.presets import resolve
 from solrl_jax.planning.hlo import parse
-from solrl_jax.planning.kernels import kernels, native
+from solrl_jax.planning.kernels import count_library_kernels, kernels
 from solrl_jax.rl.experiment import Experiment, build, fresh_state
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.rl.fidelity import rank_correlations
@@ -79,7 +79,7 @@ def pool(experiment: Experiment, sampler: Sampler) -> dict[str, Any]:
         text = program.function.lower(*program.arguments).compile().as_text()
     return {
         "rewards": candidate_rewards.reshape(seeds.shape[:2]).tolist(),
-        "native": native(kernels(parse(text))),
+        "native": count_library_kernels(kernels(parse(text))),
     }
 
 

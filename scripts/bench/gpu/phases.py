@@ -73,7 +73,7 @@ def sampled(gauge: Gauge, experiment: Experiment, sampler: Sampler, calls: int) 
         "step_seconds": figures["seconds"] / count,
         "step_plan": plan and plan["seconds"] / count,
     }
-    return {"rows": sampler.chunk, "steps": count} | per_step | figures
+    return {"rows": sampler.samples_per_device, "steps": count} | per_step | figures
 
 
 def explored(

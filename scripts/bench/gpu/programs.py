@@ -42,7 +42,7 @@ def sampling(experiment: Experiment, sampler: Sampler, calls: int) -> Program:
     """
     mesh = experiment.backbone.mesh
     config = experiment.config
-    count = sampler.chunk * sharding.row_groups(mesh)
+    count = sampler.samples_per_device * sharding.row_groups(mesh)
     prompts = experiment.train_prompts[: config.train.num_prompts]
     (seeds,) = experiment.seeds("candidate", prompts[:1], count)
     prompt, seeds = hosts.put((np.zeros(count, np.int32), seeds), sharding.rows(mesh))

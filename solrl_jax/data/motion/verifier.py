@@ -40,7 +40,7 @@ _STEADY_RAMP = (-0.4, 0.6)
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Targets:
+class ClipTargets:
     """What n captions ask for, as indices. Without the axis n: what one caption asks for. It is a
     pytree.
 
@@ -53,7 +53,7 @@ class Targets:
     motion: Int[Array, "*n"]
 
 
-class Verdict(NamedTuple):
+class ClipVerdict(NamedTuple):
     """The judgment of n clips, or of one clip without the axis n.
 
     Attributes:
@@ -69,7 +69,7 @@ class Verdict(NamedTuple):
     strict: Bool[Array, "*n"]
 
 
-def parse_targets(captions: Sequence[str]) -> Targets:
+def parse_targets(captions: Sequence[str]) -> ClipTargets:
     """Returns what captions ask for, as indices.
 
     Args:
@@ -84,11 +84,11 @@ def parse_targets(captions: Sequence[str]) -> Targets:
     parsed = [scenes.parse(caption) for caption in captions]
     motion = np.array([scenes.MOTIONS.index(scene.motion) for scene in parsed], np.int32)
     objects = verifier.parse_targets([f"a {scene.color} {scene.shape}" for scene in parsed])
-    return Targets(objects, jnp.asarray(motion))
+    return ClipTargets(objects, jnp.asarray(motion))
 
 
 @jax.jit
-def verify(clips: Float[Array, "n t h w 3"], targets: Targets) -> Verdict:
+def verify(clips: Float[Array, "n t h w 3"], targets: ClipTargets) -> ClipVerdict:
     """Judges each clip against what its caption asks for. Compiled for each shape.
 
     The score is 0.6 times the mean score of the frames, judged as images of the object, plus 0.4
@@ -117,13 +117,13 @@ def verify(clips: Float[Array, "n t h w 3"], targets: Targets) -> Verdict:
         # The components are sorted by area, the largest first.
         return verdict, components.present[0], components.area[0], components.centroid[0]
 
-    def verify_one(clip: Float[Array, "t h w 3"], target: Targets) -> Verdict:
+    def verify_one(clip: Float[Array, "t h w 3"], target: ClipTargets) -> ClipVerdict:
         frames, present, area, centroid = jax.vmap(judge_frame, (0, None))(clip, target.objects)
         motion, moves = _judge_motion(centroid, target.motion)
         moves &= (area >= verifier.MIN_AREA).all()
         score = _FRAMES_WEIGHT * frames.score.mean()
         score += (1 - _FRAMES_WEIGHT) * motion * present.min()
-        return Verdict(score, moves, frames.strict.all() & moves)
+        return ClipVerdict(score, moves, frames.strict.all() & moves)
 
     return jax.vmap(verify_one)(clips, targets)
 

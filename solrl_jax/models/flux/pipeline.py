@@ -118,7 +118,7 @@ class FluxPipeline(Pipeline):
         latent = self.vae_config.latent_channels * PATCH**2
         check_equal(self.folder, "transformer in_channels", config.in_channels, latent)
         check_equal(
-            self.folder, "transformer out_channels", config.features_out, config.in_channels
+            self.folder, "transformer out_channels", config.num_out_channels, config.in_channels
         )
         check_equal(
             self.folder,

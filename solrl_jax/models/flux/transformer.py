@@ -85,7 +85,7 @@ class FluxConfig(TransformerConfig):
         self.require(
             self.patch_size == 1, "patch_size", "1 (latents are packed two by two before it)"
         )
-        channels = {"in_channels": self.in_channels, "out_channels": self.features_out}
+        channels = {"in_channels": self.in_channels, "out_channels": self.num_out_channels}
         for name, count in channels.items():
             self.require(count % PATCH**2 == 0, name, f"a positive multiple of {PATCH**2}")
         axes = self.axes_dims_rope
@@ -131,7 +131,7 @@ class FluxTransformer2DModel(nnx.Module):
             config.num_single_layers, lambda rngs: FluxSingleBlock(d, head_dim, rngs=rngs), rngs
         )
         self.norm_out = AdaLayerNorm(d, 2, rngs=rngs)
-        self.proj_out = Linear(d, config.features_out, rngs=rngs)
+        self.proj_out = Linear(d, config.num_out_channels, rngs=rngs)
 
     def __call__(
         self,

@@ -93,7 +93,7 @@ class Flux2KleinPipeline(Pipeline):
         text_config = Qwen3Config.read(folder / "text_encoder")
         text_width = len(HIDDEN_STATES) * text_config.hidden_size
         check_equal(folder, "transformer in_channels", config.in_channels, vae_config.channels)
-        check_equal(folder, "transformer out_channels", config.features_out, config.in_channels)
+        check_equal(folder, "transformer out_channels", config.num_out_channels, config.in_channels)
         check_equal(
             folder, "transformer joint_attention_dim", config.joint_attention_dim, text_width
         )
@@ -129,7 +129,7 @@ class Flux2KleinPipeline(Pipeline):
         self.embedded_guidance = distilled
 
     @property
-    def mu(self) -> Callable[[int, int], float]:
+    def shift_formula(self) -> Callable[[int, int], float]:
         """The formula of the schedule shift, `empirical_mu`: a function (number of steps, number of
         image tokens) that returns the natural logarithm of the shift.
         """

@@ -104,11 +104,11 @@ class Flux2Config(TransformerConfig):
             f"four positive even numbers whose sum is attention_head_dim={head_dim}",
         )
         self.require(
-            self.hidden > 0, "mlp_ratio", "a number that gives the MLP a width of 1 or more"
+            self.mlp_width > 0, "mlp_ratio", "a number that gives the MLP a width of 1 or more"
         )
 
     @property
-    def hidden(self) -> int:
+    def mlp_width(self) -> int:
         """Hidden width of the MLPs (after their gate): `mlp_ratio` times the number of features of
         a token, rounded down.
         """
@@ -155,7 +155,7 @@ class Flux2Transformer2DModel(nnx.Module):
             config.num_single_layers, lambda rngs: Flux2SingleBlock(config, rngs=rngs), rngs
         )
         self.norm_out = AdaLayerNorm(d, 2, bias=False, rngs=rngs)
-        self.proj_out = linear(d, config.features_out)
+        self.proj_out = linear(d, config.num_out_channels)
 
     def __call__(
         self,
@@ -178,7 +178,7 @@ class Flux2Transformer2DModel(nnx.Module):
                 BF16 from the rounded inputs.
 
         Returns:
-            The velocity, in the dtype of `latent`: out is `config.features_out`.
+            The velocity, in the dtype of `latent`: out is `config.num_out_channels`.
 
         Raises:
             ValueError: the size of the mesh axis `sequence` does not divide the number of image
@@ -272,7 +272,7 @@ class Flux2Block(nnx.Module):
         self.norm = LayerNorm(d, eps=EPS, affine=False)
         self.attn = JointAttention(d, config.attention_head_dim, normed=True, bias=False, rngs=rngs)
         self.ff, self.ff_context = (
-            FusedGatedFeedForward(d, config.hidden, rngs=rngs) for _ in range(2)
+            FusedGatedFeedForward(d, config.mlp_width, rngs=rngs) for _ in range(2)
         )
 
     def __call__(
@@ -338,7 +338,7 @@ class Flux2SingleBlock(nnx.Module):
     def __init__(self, config: Flux2Config, *, rngs: nnx.Rngs):
         d = config.width
         self.norm = LayerNorm(d, eps=EPS, affine=False)
-        self.attn = ParallelAttention(d, config.attention_head_dim, config.hidden, rngs=rngs)
+        self.attn = ParallelAttention(d, config.attention_head_dim, config.mlp_width, rngs=rngs)
 
     def __call__(
         self,

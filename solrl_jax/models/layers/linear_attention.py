@@ -13,7 +13,7 @@ from solrl_jax.quant.lazy import LazyActivation
 from solrl_jax.quant.linear_attention import linear_attention
 
 
-class CrossProjection(nnx.Module):
+class AttentionProjections(nnx.Module):
     """The linear layers of an attention from one sequence to another: to queries, keys and values,
     and from the attended values to the output.
 
@@ -72,7 +72,7 @@ class CrossProjection(nnx.Module):
         return [q, k, v]
 
 
-class LinearAttention(CrossProjection):
+class LinearAttention(AttentionProjections):
     """Linear attention of one sequence to itself, with weights `relu(q) . relu(k)` instead of a
     softmax (arXiv 2410.10629, equation 1).
 
@@ -110,7 +110,7 @@ class LinearAttention(CrossProjection):
         return self.to_out[0](linear_attention(q, k, v, self.heads))
 
 
-class CrossAttention(CrossProjection):
+class CrossAttention(AttentionProjections):
     """Softmax attention from image tokens to text tokens.
 
     Args:

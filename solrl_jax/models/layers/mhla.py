@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.activation import Activation, as_lazy
 from solrl_jax.models.layers.conv import DepthwiseConv
-from solrl_jax.models.layers.linear_attention import CrossProjection
+from solrl_jax.models.layers.linear_attention import AttentionProjections
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.quant.linear_attention import Blocks, linear_attention
 from solrl_jax.quant.sequence_parallel import tokens_are_sharded
@@ -46,11 +46,11 @@ class Mhla:
     """
 
     blocks: int
-    released: bool = False
+    released_variant: bool = False
     normed: bool = False
 
 
-class BlockMixing(CrossProjection):
+class BlockMixing(AttentionProjections):
     """MHLA's attention: linear attention that mixes the sums over keys among blocks of the image,
     plus a depthwise 3x3 convolution of the values.
 
@@ -91,11 +91,11 @@ class BlockMixing(CrossProjection):
         self.mix = param(
             jnp.zeros((mhla.blocks, mhla.blocks)),
             "mix",
-            start=(initial_mix, layout, mhla.released),
-            bounds=None if mhla.released else (0.0, 1.0),
+            start=(initial_mix, layout, mhla.released_variant),
+            bounds=None if mhla.released_variant else (0.0, 1.0),
         )
-        self.lepe = DepthwiseConv(widths[2], 3, bias=mhla.released, rngs=rngs)
-        self.lepe.kernel.set_metadata(start=(initial_filter, mhla.released))
+        self.lepe = DepthwiseConv(widths[2], 3, bias=mhla.released_variant, rngs=rngs)
+        self.lepe.kernel.set_metadata(start=(initial_filter, mhla.released_variant))
         if self.lepe.bias is not None:
             self.lepe.bias.set_metadata(start=(np.zeros, widths[2]))
         if self.norm_q is not None and self.norm_k is not None and not normed:
@@ -126,7 +126,7 @@ class BlockMixing(CrossProjection):
         q, k, v = self.project(x, x)
         batch, n, width = v.value.shape
         local = self.lepe(v.value.reshape(batch, *grid, width)).reshape(batch, n, width)
-        blocks = Blocks(self.layout, grid, EPS, EPS, self.mhla.released)
+        blocks = Blocks(self.layout, grid, EPS, EPS, self.mhla.released_variant)
         out = linear_attention(q, k, v, self.heads, blocks, self.mix.get_value())
         return self.to_out[0](out + local)
 

@@ -85,7 +85,7 @@ class ReleasedConfig:
 
     network: ClassVar[str]
     model_type: ClassVar[str] = ""
-    unread: ClassVar[tuple[str, ...]] = ()
+    ignored_fields: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def read(cls: type[C], folder: Path) -> C:
@@ -145,7 +145,7 @@ class ReleasedConfig:
             class_name = fields.get("_class_name", cls.network)
             if class_name != cls.network:
                 raise unsupported(cls.network, "_class_name", class_name, repr(cls.network))
-            known = (*types, *cls.unread)
+            known = (*types, *cls.ignored_fields)
             unknown = sorted(
                 name for name in fields if not name.startswith("_") and name not in known
             )
@@ -238,7 +238,7 @@ class TransformerConfig(ReleasedConfig):
         return self.num_attention_heads * self.attention_head_dim
 
     @property
-    def features_out(self) -> int:
+    def num_out_channels(self) -> int:
         """Number of output channels: `out_channels`, or `in_channels` if that is None."""
         return self.in_channels if self.out_channels is None else self.out_channels
 

@@ -48,7 +48,7 @@ class StoredTensor:
     file: Path
     dtype: str
     shape: tuple[int, ...]
-    start: int
+    byte_offset: int
 
     def rows(self, first: int, last: int) -> Iterator[tuple[int, np.ndarray]]:
         """Reads rows (along the leading axis) of the tensor in blocks of about 4 MiB. A generator.
@@ -76,7 +76,7 @@ class StoredTensor:
         step = max(1, BLOCK_BYTES // max(1, row_bytes))
         buffer = np.empty(min(step, last - first) * row_bytes, np.uint8)
         with open(self.file, "rb") as file:
-            file.seek(self.start + first * row_bytes)
+            file.seek(self.byte_offset + first * row_bytes)
             for start in range(first, last, step):
                 stop = min(start + step, last)
                 data = buffer[: (stop - start) * row_bytes]

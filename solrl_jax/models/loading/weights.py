@@ -105,7 +105,7 @@ class ParameterEntry:
     layout: str
     shape: tuple[int, ...]
     stacked: bool
-    start: tuple[Any, ...] | None = None
+    initializer: tuple[Any, ...] | None = None
     bounds: tuple[float, float] | None = None
 
     @property
@@ -167,7 +167,7 @@ def parameter_table(state: nnx.State) -> list[ParameterEntry]:
             layout=metadata["layout"],
             shape=shape,
             stacked=depth > 0,
-            start=metadata["start"],
+            initializer=metadata["start"],
             bounds=metadata["bounds"],
         )
         table.append(entry)
@@ -210,7 +210,7 @@ def locate_tensors(
     table = _with_aliases(table, stored_names)
     expected: dict[str, tuple[int, ...]] = {}
     for entry in table:
-        initialized = entry.start is not None and stored_names.isdisjoint(entry.names)
+        initialized = entry.initializer is not None and stored_names.isdisjoint(entry.names)
         if not initialized:
             expected |= dict.fromkeys(entry.names, entry.torch_shape)
 
@@ -394,8 +394,8 @@ def load_parameter(
         OSError: a file cannot be opened or read.
         ValueError: a file ends within the tensor.
     """
-    if entry.start is not None and entry.names[0] not in stored:
-        initialize, *arguments = entry.start
+    if entry.initializer is not None and entry.names[0] not in stored:
+        initialize, *arguments = entry.initializer
         value = np.broadcast_to(initialize(*arguments), entry.full_shape)
         array = jnp.asarray(value, dtype)
         return array if place is None else hosts.put(array, place(entry.path, entry.full_shape))

@@ -90,7 +90,7 @@ class QwenImagePipeline(Pipeline):
         check_equal(
             folder, "transformer in_channels", config.in_channels, PATCH**2 * vae_config.z_dim
         )
-        check_equal(folder, "transformer out_channels", config.features_out, vae_config.z_dim)
+        check_equal(folder, "transformer out_channels", config.num_out_channels, vae_config.z_dim)
         check_equal(
             folder,
             "transformer joint_attention_dim",
@@ -147,7 +147,7 @@ class QwenImagePipeline(Pipeline):
         self.shift_terminal = terminal
 
     @property
-    def mu(self) -> Callable[[int, int], float]:
+    def shift_formula(self) -> Callable[[int, int], float]:
         """The formula by which the schedule is shifted towards noise for larger images.
 
         A function (number of steps, number of image tokens) that returns mu, the natural logarithm

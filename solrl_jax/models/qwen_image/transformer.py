@@ -134,7 +134,7 @@ class QwenImageTransformer2DModel(nnx.Module):
             rngs,
         )
         self.norm_out = AdaLayerNorm(d, 2, rngs=rngs)
-        self.proj_out = Linear(d, PATCH**2 * config.features_out, rngs=rngs)
+        self.proj_out = Linear(d, PATCH**2 * config.num_out_channels, rngs=rngs)
 
     def __call__(
         self,
@@ -152,7 +152,7 @@ class QwenImageTransformer2DModel(nnx.Module):
             timestep: `1000 * sigma` of each latent, in [0, 1000].
 
         Returns:
-            The velocity, in the dtype of `latent`, with `config.features_out` channels.
+            The velocity, in the dtype of `latent`, with `config.num_out_channels` channels.
 
         Raises:
             ValueError: height or width is odd; half of the larger side in image tokens plus the

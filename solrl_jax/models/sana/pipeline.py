@@ -94,7 +94,7 @@ class SanaPipeline(Pipeline):
             folder, "transformer in_channels", config.in_channels, vae_config.latent_channels
         )
         # A network with twice the output channels would predict a variance beside the velocity.
-        check_equal(folder, "transformer out_channels", config.features_out, config.in_channels)
+        check_equal(folder, "transformer out_channels", config.num_out_channels, config.in_channels)
         check_equal(
             folder,
             "transformer caption_channels",

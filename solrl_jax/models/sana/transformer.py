@@ -149,7 +149,7 @@ class SanaTransformer2DModel(nnx.Module):
         table = jax.random.normal(rngs.params(), (2, d)) / math.sqrt(d)
         self.scale_shift_table = param(table, "scale_shift_table")
         self.norm_out = LayerNorm(d, eps=1e-6, affine=False)
-        self.proj_out = Linear(d, config.patch_size**2 * config.features_out, rngs=rngs)
+        self.proj_out = Linear(d, config.patch_size**2 * config.num_out_channels, rngs=rngs)
 
     def __call__(
         self,
@@ -168,7 +168,7 @@ class SanaTransformer2DModel(nnx.Module):
                 scale.
 
         Returns:
-            The velocity, in the dtype of `latent`, with `config.features_out` channels.
+            The velocity, in the dtype of `latent`, with `config.num_out_channels` channels.
 
         Raises:
             ValueError: the size of the mesh axis `sequence` does not divide the number of rows of

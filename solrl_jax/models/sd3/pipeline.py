@@ -67,7 +67,7 @@ class StableDiffusion3Pipeline(Pipeline):
         check_equal(
             folder, "transformer in_channels", config.in_channels, vae_config.latent_channels
         )
-        check_equal(folder, "transformer out_channels", config.features_out, config.in_channels)
+        check_equal(folder, "transformer out_channels", config.num_out_channels, config.in_channels)
         self.config = config
         self.vae_config = vae_config
         self._open_text_encoders()

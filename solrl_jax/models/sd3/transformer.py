@@ -115,7 +115,7 @@ class SD3Transformer2DModel(nnx.Module):
         self.context_embedder = Linear(config.joint_attention_dim, d, rngs=rngs)
         self.transformer_blocks = nnx.Dict(_stacks(config, rngs))
         self.norm_out = AdaLayerNorm(d, 2, modulate=modulate_rounding_once, rngs=rngs)
-        self.proj_out = Linear(d, config.patch_size**2 * config.features_out, rngs=rngs)
+        self.proj_out = Linear(d, config.patch_size**2 * config.num_out_channels, rngs=rngs)
 
     def __call__(
         self,
@@ -141,7 +141,7 @@ class SD3Transformer2DModel(nnx.Module):
                 BF16 from the rounded inputs.
 
         Returns:
-            The velocity, in the dtype of `latent`: out is `config.features_out`.
+            The velocity, in the dtype of `latent`: out is `config.num_out_channels`.
 
         Raises:
             ValueError: height or width is not a whole number of patches or exceeds the stored

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from solrl_jax.errors import InputError
-from solrl_jax.storage.files import PARTIAL, cache_directory, disk_reason, writing
+from solrl_jax.storage.files import PARTIAL, cache_directory, disk_errors_as_run_errors, disk_reason
 from solrl_jax.storage.readers import read_text
 
 Encoding = dict[str, np.ndarray]  # of one prompt, by name
@@ -99,10 +99,10 @@ class Cache:
                 written.
         """
         arrays = {name: np.ascontiguousarray(x) for name, x in encoding.items()}
-        with writing(self.entry_path(key)):
+        with disk_errors_as_run_errors(self.entry_path(key)):
             _replace(self.entry_path(key), save(arrays, {"sha256": _checksum(arrays, key)}))
 
-    def digest(self, file: Path) -> str:
+    def file_sha256(self, file: Path) -> str:
         """Returns the SHA-256 of a file's content, which the cache remembers for the next call.
 
         The file is read, whole, only if the cache remembers no hash for its path, size, times,

@@ -58,7 +58,7 @@ class TextEncoders:
         return self._params is not None
 
     @property
-    def chunk(self) -> int:
+    def prompts_per_chunk(self) -> int:
         """Number of prompts that all devices together encode at once: 8 per device."""
         return PROMPTS_PER_DEVICE * self.mesh.size
 
@@ -193,9 +193,9 @@ class TextEncoders:
         keys = self._keys(self.pipeline.tokenize(prompts, max_tokens, instruction))
         is_missing = hosts.any_flags([not self.cache.has(key) for key in keys])
         missing = [prompt for prompt, flag in zip(prompts, is_missing, strict=True) if flag]
-        for start in range(0, len(missing), self.chunk):
-            progress(len(missing), min(start, self.chunk))
-            self.encode(missing[start : start + self.chunk], max_tokens, instruction)
+        for start in range(0, len(missing), self.prompts_per_chunk):
+            progress(len(missing), min(start, self.prompts_per_chunk))
+            self.encode(missing[start : start + self.prompts_per_chunk], max_tokens, instruction)
         self.release()
         return len(missing)
 
@@ -237,7 +237,7 @@ class TextEncoders:
         with in_one_line():
             for name, component in self.pipeline.text_encoders.items():
                 files = [component.source / "config.json", *weight_files(component.source)]
-                digests[name] = [(file.name, self.cache.digest(file)) for file in files]
+                digests[name] = [(file.name, self.cache.file_sha256(file)) for file in files]
         facts = [REVISION, self.pipeline.kind, jnp.dtype(self.dtype).name, digests]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
@@ -256,14 +256,16 @@ class TextEncoders:
             InputError: a text encoder cannot be loaded, or the cache cannot be written.
         """
         count = len(next(iter(tokens.values())))
-        for start in range(0, count, self.chunk):
+        for start in range(0, count, self.prompts_per_chunk):
             placed = {}
             for name, x in tokens.items():
-                padded = sharding.pad_rows(x[start : start + self.chunk], self.chunk)
+                padded = sharding.pad_rows(
+                    x[start : start + self.prompts_per_chunk], self.prompts_per_chunk
+                )
                 placed[name] = hosts.put(padded, sharding.rows(self.mesh))
             with jax.set_mesh(self.mesh):
                 encoded = hosts.fetch(encode_chunk(self, self.params(), placed))
-            for i in range(min(self.chunk, count - start)):
+            for i in range(min(self.prompts_per_chunk, count - start)):
                 yield {name: x[i] for name, x in encoded.items()}
 
 

@@ -80,7 +80,7 @@ class ImageReward(nnx.Module):
     def __init__(self, config: ImageRewardConfig, *, rngs: nnx.Rngs):
         self.blip = nnx.Dict(
             visual_encoder=VisualEncoder(config, rngs=rngs),
-            text_encoder=TextEncoder(config, rngs=rngs),
+            text_encoder=BlipTextEncoder(config, rngs=rngs),
         )
         self.mlp = ScoreHead(config.text_width, rngs=rngs)
 
@@ -212,7 +212,7 @@ class VisionAttention(nnx.Module):
         return self.proj(attention_forward(q, k, v).reshape(x.shape))
 
 
-class TextEncoder(nnx.Module):
+class BlipTextEncoder(nnx.Module):
     """BERT (arXiv 1810.04805) with cross-attention to the image in every layer.
 
     Token and position embeddings are added and normalized before the first layer. The

@@ -56,7 +56,7 @@ class Preprocessing:
     kernel: Kernel
     eight_bit: bool
     fit: Literal["crop", "pad"]
-    odd: Literal["down", "even"] = "even"
+    crop_rounding: Literal["down", "even"] = "even"
 
     def __call__(self, images: Float[Array, "b H W 3"]) -> Float[Array, "b size size 3"]:
         """Resizes images, crops or pads them to a square, and normalizes them.
@@ -70,7 +70,7 @@ class Preprocessing:
             they have the gradient of the same resize without rounding and clipping.
         """
         height, width = images.shape[1:3]
-        resized_height, resized_width = self.resized(height, width)
+        resized_height, resized_width = self.resized_size(height, width)
         row_matrix = self._matrix(height, resized_height)
         column_matrix = self._matrix(width, resized_width)
         x = images.astype(jnp.float32)
@@ -80,10 +80,10 @@ class Preprocessing:
             x = jnp.clip(jnp.round(255 * x), 0, 255)
             x = _resample_8bit(x, column_matrix, "bHWc,wW->bHwc")
             x = _resample_8bit(x, row_matrix, "bHwc,hH->bhwc") / 255
-            resized = _with_gradient_of(resized, x)
+            resized = _straight_through(resized, x)
         return (resized - MEAN) / STD
 
-    def resized(self, height: int, width: int) -> tuple[int, int]:
+    def resized_size(self, height: int, width: int) -> tuple[int, int]:
         """Returns the size to which an image is resized, before cropping or padding.
 
         Args:
@@ -118,7 +118,7 @@ class Preprocessing:
             before = (self.size - n_out) // 2
             return np.pad(matrix, ((before, self.size - n_out - before), (0, 0)))
         spare = n_out - self.size
-        first = spare // 2 if self.odd == "down" else round(spare / 2)
+        first = spare // 2 if self.crop_rounding == "down" else round(spare / 2)
         return matrix[first : first + self.size]
 
 
@@ -170,7 +170,7 @@ def _kernel(x: np.ndarray, kernel: Kernel) -> np.ndarray:
 
 
 @jax.custom_jvp
-def _with_gradient_of(smooth: Array, rounded: Array) -> Array:
+def _straight_through(smooth: Array, rounded: Array) -> Array:
     """Returns `rounded` with the gradient of `smooth` (a straight-through estimator).
 
     XLA does not compute `smooth` in programs that take no gradient.
@@ -182,9 +182,9 @@ def _with_gradient_of(smooth: Array, rounded: Array) -> Array:
     return rounded
 
 
-@_with_gradient_of.defjvp
+@_straight_through.defjvp
 def _(primals: tuple[Array, Array], tangents: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Computes the derivative of `_with_gradient_of`: the value is the second argument, the tangent
+    """Computes the derivative of `_straight_through`: the value is the second argument, the tangent
     that of the first.
 
     Args:

@@ -139,4 +139,4 @@ def _third(tensor: StoredTensor, index: int) -> StoredTensor:
     """
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])
     size = math.prod(shape) * np.dtype(STORED_DTYPES[tensor.dtype]).itemsize
-    return dataclasses.replace(tensor, shape=shape, start=tensor.start + index * size)
+    return dataclasses.replace(tensor, shape=shape, byte_offset=tensor.byte_offset + index * size)

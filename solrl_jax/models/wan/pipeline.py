@@ -77,7 +77,7 @@ class WanPipeline(Pipeline):
         vae_config = AutoencoderKLWanConfig.read(folder / "vae")
         text_config = UMT5Config.read(folder / "text_encoder")
         check_equal(folder, "transformer in_channels", config.in_channels, vae_config.z_dim)
-        check_equal(folder, "transformer out_channels", config.features_out, vae_config.z_dim)
+        check_equal(folder, "transformer out_channels", config.num_out_channels, vae_config.z_dim)
         check_equal(folder, "transformer text_dim", config.text_dim, text_config.d_model)
         self.tokenizer = folder / "tokenizer"
         check_vocabulary(self.tokenizer, text_config.vocab_size)

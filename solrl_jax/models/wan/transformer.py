@@ -20,7 +20,7 @@ from solrl_jax.models.layers.activation import Activation, as_lazy
 from solrl_jax.models.layers.embeddings import TextProjection, TimestepMLP, patches, unpatch
 from solrl_jax.models.layers.feed_forward import FeedForward
 from solrl_jax.models.layers.linear import Linear
-from solrl_jax.models.layers.linear_attention import CrossAttention, CrossProjection
+from solrl_jax.models.layers.linear_attention import AttentionProjections, CrossAttention
 from solrl_jax.models.layers.modulation import modulate_rounding_once
 from solrl_jax.models.layers.norm import LayerNorm
 from solrl_jax.models.layers.parameter import param
@@ -149,7 +149,7 @@ class WanTransformer3DModel(nnx.Module):
         table = jax.random.normal(rngs.params(), (1, 2, d)) / math.sqrt(d)
         self.scale_shift_table = param(table, "scale_shift_table")
         self.norm_out = LayerNorm(d, eps=config.eps, affine=False)
-        self.proj_out = Linear(d, config.side**2 * config.features_out, rngs=rngs)
+        self.proj_out = Linear(d, config.side**2 * config.num_out_channels, rngs=rngs)
 
     def __call__(
         self,
@@ -172,7 +172,7 @@ class WanTransformer3DModel(nnx.Module):
                 text is not in FP8.
 
         Returns:
-            The velocity, in the dtype of `latent`, with `config.features_out` channels.
+            The velocity, in the dtype of `latent`, with `config.num_out_channels` channels.
 
         Raises:
             ValueError: height or width is no multiple of the side of a patch; there are more
@@ -342,7 +342,7 @@ class WanBlock(nnx.Module):
         return _add_gated(x, gate_ff, self.ffn(hidden))
 
 
-class ClipAttention(CrossProjection):
+class ClipAttention(AttentionProjections):
     """Softmax attention of the tokens of a clip to each other. Queries and keys are normalized, if
     `normed` is set, and then rotated by the positions of the tokens.
 

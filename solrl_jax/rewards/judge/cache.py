@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.storage.readers import parse_json
 
 FILE = "scores.sqlite"
@@ -115,14 +115,14 @@ class Cache:
         except sqlite3.Error as error:
             raise self._failure(error) from None
 
-    def _failure(self, error: Exception) -> Failure:
+    def _failure(self, error: Exception) -> ScoringFailure:
         """Returns, and does not raise, a Failure for an error of the cache.
 
         Args:
             error: The error of the file or of SQLite. The message has its text, the path of the
                 file and a remedy.
         """
-        return Failure(
+        return ScoringFailure(
             f"its cache {self._path} cannot be used ({error}); remove it, or name another "
             "directory or null as the option cache"
         )

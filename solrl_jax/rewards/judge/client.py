@@ -20,7 +20,7 @@ import requests
 from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import one_line, text
 from solrl_jax.rewards import usage
-from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.rewards.judge.settings import JudgeSettings
 from solrl_jax.storage.readers import parse_json
 
@@ -102,7 +102,7 @@ class Answer:
             OverflowError,
         ):
             start = body[:MAX_MESSAGE_CHARACTERS].decode(errors="replace")
-            raise Failure(f"expected a chat completion, got {brief_repr(start)}") from None
+            raise ScoringFailure(f"expected a chat completion, got {brief_repr(start)}") from None
 
 
 class Client:
@@ -213,19 +213,19 @@ class Client:
         """
         try:
             yield
-        except Failure as failure:
-            raise Failure(self._without_key(str(failure))) from None
+        except ScoringFailure as failure:
+            raise ScoringFailure(self._without_key(str(failure))) from None
         except openai.APITimeoutError:
             seconds = self._settings.request_timeout
-            raise Failure(f"no answer within request_timeout={seconds:g} seconds") from None
+            raise ScoringFailure(f"no answer within request_timeout={seconds:g} seconds") from None
         except TimeoutError:
-            raise Failure("no answer before the end of reward.timeout") from None
+            raise ScoringFailure("no answer before the end of reward.timeout") from None
         except openai.APIStatusError as error:
-            raise Failure(self._without_key(_describe_status(error))) from None
+            raise ScoringFailure(self._without_key(_describe_status(error))) from None
         except openai.APIConnectionError as error:
-            raise Failure(f"no answer ({self._without_key(_root_cause(error))})") from None
+            raise ScoringFailure(f"no answer ({self._without_key(_root_cause(error))})") from None
         except (openai.OpenAIError, httpx2.HTTPError, httpx2.InvalidURL, ValueError) as error:
-            raise Failure(self._without_key(_root_cause(error))) from None
+            raise ScoringFailure(self._without_key(_root_cause(error))) from None
 
     def _without_key(self, message: str) -> str:
         """Returns a message in which "***" stands for the API key, which a server may repeat.
@@ -263,7 +263,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         async for part in self._stream:
             size += len(part)
             if size > MAX_ANSWER_BYTES:
-                raise Failure(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+                raise ScoringFailure(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
             yield part
 
     async def aclose(self) -> None:
@@ -292,7 +292,9 @@ async def _bound_response(response: httpx2.Response) -> None:
     """
     encoding = response.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
-        raise Failure(f"an answer packed with {brief_repr(encoding)}, which was not asked for")
+        raise ScoringFailure(
+            f"an answer packed with {brief_repr(encoding)}, which was not asked for"
+        )
     response.stream = _BoundedStream(response.stream)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from solrl_jax.errors import one_line
-from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.rewards.judge import scoring
 from solrl_jax.rewards.judge.client import Answer, Client
 from solrl_jax.rewards.judge.reward import Service
@@ -91,7 +91,7 @@ def probe(judge: Judge) -> Support:
         {"images"},
         {"images", "seed", "logprobs", "top_logprobs", "response_format"},
     ]
-    refusal: Failure | None = None
+    refusal: ScoringFailure | None = None
 
     async def ask() -> tuple[Answer, set[str], float]:
         try:
@@ -114,7 +114,7 @@ def probe(judge: Judge) -> Support:
                     content, deadline, send_seed="seed" not in absent, **chosen
                 )
                 return answer, absent, time.monotonic() - began
-            except Failure as failure:
+            except ScoringFailure as failure:
                 refusal = refusal or failure
                 if not str(failure).startswith("status 4"):
                     break
@@ -126,7 +126,7 @@ def probe(judge: Judge) -> Support:
     if problem is None:
         try:
             service.scores(answer)
-        except Failure as failure:
+        except ScoringFailure as failure:
             problem = str(failure)
     return Support(
         seconds=seconds,

@@ -15,7 +15,7 @@ from jaxtyping import Float
 from PIL import Image
 
 from solrl_jax.rewards import usage
-from solrl_jax.rewards.host import Failure, seconds_left
+from solrl_jax.rewards.host import ScoringFailure, seconds_left
 from solrl_jax.rewards.judge import scoring
 from solrl_jax.rewards.judge.cache import Cache, cache_key
 from solrl_jax.rewards.judge.client import Answer, Client
@@ -75,7 +75,7 @@ def judge(
     check_arguments("judge", images, prompts, metadata)
     service = _open_service(options, concurrency)
     finite = finite_images(images)
-    sent: list[tuple[_Sent, ...] | None] = [
+    sent: list[tuple[_EncodedImage, ...] | None] = [
         (service.encode(image),) if ok else None for image, ok in zip(images, finite, strict=True)
     ]
     return service.score_all(sent, prompts)
@@ -124,7 +124,7 @@ def compare(
     check_arguments("judge", second, prompts, metadata)
     service = _open_service(options, concurrency)
     finite = finite_images(first) & finite_images(second)
-    sent: list[tuple[_Sent, ...] | None] = [
+    sent: list[tuple[_EncodedImage, ...] | None] = [
         (service.encode(a), service.encode(b)) if ok else None
         for a, b, ok in zip(first, second, finite, strict=True)
     ]
@@ -132,7 +132,7 @@ def compare(
 
 
 @dataclasses.dataclass(frozen=True)
-class _Sent:
+class _EncodedImage:
     """An image in the form in which it is sent to the endpoint.
 
     Attributes:
@@ -179,7 +179,7 @@ class Service:
         self._runner = asyncio.Runner()
         self._client = Client(judge.settings, concurrency)
 
-    def encode(self, image: Float[np.ndarray, "H W 3"]) -> _Sent:
+    def encode(self, image: Float[np.ndarray, "H W 3"]) -> _EncodedImage:
         """Encodes an image as the endpoint gets it.
 
         If its longest side exceeds the option `image_size`, it is first reduced to this many pixels
@@ -206,9 +206,11 @@ class Service:
         else:
             picture.save(buffer, format="JPEG", quality=JPEG_QUALITY)
         code = base64.b64encode(buffer.getvalue()).decode()
-        return _Sent(f"data:image/{settings.image_format};base64,{code}", digest)
+        return _EncodedImage(f"data:image/{settings.image_format};base64,{code}", digest)
 
-    def score_all(self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]) -> Scores:
+    def score_all(
+        self, sent: Sequence[tuple[_EncodedImage, ...] | None], prompts: Sequence[str]
+    ) -> Scores:
         """Scores images or pairs of images. Returns when every request has a score or has failed.
 
         Requests without an answer fail when 9/10 (`REQUEST_TIME_FRACTION`) of the seconds that are
@@ -235,7 +237,7 @@ class Service:
         scores = {name: np.full(len(sent), np.nan, np.float32) for name in names}
         failures = []
         for row, result in enumerate(results):
-            if isinstance(result, Failure):
+            if isinstance(result, ScoringFailure):
                 failures.append(result)
             elif result is not None:
                 for name in names:
@@ -243,12 +245,12 @@ class Service:
         usage.count("failures", len(failures))
         if failures:
             more = f" ({len(failures)} of {len(sent)} requests failed)" if len(sent) > 1 else ""
-            raise Failure(f"{failures[0]}{more}", scores)
+            raise ScoringFailure(f"{failures[0]}{more}", scores)
         return scores
 
     async def _gather(
-        self, sent: Sequence[tuple[_Sent, ...] | None], prompts: Sequence[str]
-    ) -> list[dict[str, float] | Failure | None]:
+        self, sent: Sequence[tuple[_EncodedImage, ...] | None], prompts: Sequence[str]
+    ) -> list[dict[str, float] | ScoringFailure | None]:
         """Gets the scores of all rows: from the cache, or by requests that run at the same time.
 
         Equal rows share one request. Requests without an answer fail when 9/10
@@ -279,19 +281,19 @@ class Service:
             if key not in tasks:
                 tasks[key] = asyncio.create_task(self._score(key, images, str(prompt), deadline))
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        results: list[dict[str, float] | Failure | None] = []
+        results: list[dict[str, float] | ScoringFailure | None] = []
         for task_key in keys:
             if task_key is None:
                 results.append(None)
                 continue
             error = tasks[task_key].exception()
-            if error is not None and not isinstance(error, Failure):
+            if error is not None and not isinstance(error, ScoringFailure):
                 raise error
-            results.append(error if isinstance(error, Failure) else tasks[task_key].result())
+            results.append(error if isinstance(error, ScoringFailure) else tasks[task_key].result())
         return results
 
     async def _score(
-        self, key: str, images: tuple[_Sent, ...], prompt: str, deadline: float
+        self, key: str, images: tuple[_EncodedImage, ...], prompt: str, deadline: float
     ) -> dict[str, float]:
         """Returns the scores of one row, from the cache if all are there, else by a request.
 
@@ -327,8 +329,8 @@ class Service:
         """Returns the content of the user's message: the images, then the question as text.
 
         Args:
-            images: The images as parts of a message (`_Sent.part`): one; two, each preceded by the
-                text "Image A:" or "Image B:"; or none.
+            images: The images as parts of a message (`_EncodedImage.part`): one; two, each preceded
+                by the text "Image A:" or "Image B:"; or none.
             prompt: The prompt of the image, which replaces each {prompt} in the question.
 
         Returns:
@@ -385,7 +387,7 @@ class Service:
         if settings.score == "json":
             return scoring.score_json(answer.text, self._judge.criteria)
         if answer.tokens is None:
-            raise Failure(
+            raise ScoringFailure(
                 f"the endpoint returned no log-probabilities, which score={settings.score} needs; "
                 "score=json needs none"
             )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from solrl_jax.config.values import brief_repr
-from solrl_jax.rewards.host import Failure
+from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.storage.readers import parse_json
 
 # The log-probabilities that are asked for: as many as OpenAI and vLLM allow without further ado.
@@ -44,7 +44,7 @@ def score_digits(tokens: Tokens, low: int, high: int) -> float:
         Failure: If these digits together have a probability below 0.05 (`LEAST_MASS`).
     """
     digits = range(low, high + 1)
-    mass = _masses(tokens, [str(digit) for digit in digits])
+    mass = _word_probabilities(tokens, [str(digit) for digit in digits])
     expected = sum(digit * mass[str(digit)] for digit in digits) / sum(mass.values())
     return (expected - low) / (high - low)
 
@@ -60,7 +60,7 @@ def score_yes(tokens: Tokens) -> float:
     Raises:
         Failure: If the two words together have a probability below 0.05 (`LEAST_MASS`).
     """
-    mass = _masses(tokens, ["yes", "no"])
+    mass = _word_probabilities(tokens, ["yes", "no"])
     return mass["yes"] / (mass["yes"] + mass["no"])
 
 
@@ -79,7 +79,7 @@ def score_preference(tokens: Tokens) -> float:
     Raises:
         Failure: If the two letters together have a probability below 0.05 (`LEAST_MASS`).
     """
-    mass = _masses(tokens, ["a", "b"])
+    mass = _word_probabilities(tokens, ["a", "b"])
     return mass["a"] / (mass["a"] + mass["b"])
 
 
@@ -104,14 +104,16 @@ def score_json(text: str, criteria: Mapping[str, tuple[float, float]]) -> dict[s
     try:
         value = parse_json(_without_fence(text))
     except ValueError:
-        raise Failure(f"answered {brief_repr(text)}: expected {_example(criteria)}") from None
+        raise ScoringFailure(
+            f"answered {brief_repr(text)}: expected {_example(criteria)}"
+        ) from None
     if len(criteria) == 1 and not isinstance(value, dict):
         value = dict.fromkeys(criteria, value)
     scores = {}
     for name, (low, high) in criteria.items():
         number: Any = value.get(name) if isinstance(value, dict) else None
         if type(number) not in (int, float) or not low <= number <= high:
-            raise Failure(f"answered {brief_repr(text)}: expected {_example(criteria)}")
+            raise ScoringFailure(f"answered {brief_repr(text)}: expected {_example(criteria)}")
         scores[name] = (number - low) / (high - low)
     mean = sum(scores.values()) / len(scores)
     return {"reward": mean} | (scores if len(scores) > 1 else {})
@@ -138,7 +140,7 @@ def json_schema(criteria: Mapping[str, tuple[float, float]]) -> dict[str, object
     }
 
 
-def _masses(tokens: Tokens, words: list[str]) -> dict[str, float]:
+def _word_probabilities(tokens: Tokens, words: list[str]) -> dict[str, float]:
     """Sums the probabilities of the tokens that stand for the same word.
 
     Args:
@@ -165,7 +167,7 @@ def _masses(tokens: Tokens, words: list[str]) -> dict[str, float]:
     total = sum(mass.values())
     if total < LEAST_MASS:
         expected = f"{words[0]} to {words[-1]}" if len(words) > 2 else " or ".join(words)
-        raise Failure(
+        raise ScoringFailure(
             f"its answer begins with {brief_repr(best[0])}, and {expected} have probability "
             f"{total:.2g} together: expected at least {LEAST_MASS:g}"
         )

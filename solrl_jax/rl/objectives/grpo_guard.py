@@ -15,10 +15,10 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     add_reference_term,
-    along,
     clipped_policy,
     distance_to_old,
     distance_to_reference,
+    expand_like,
     mean_per_sample,
     step_divergence,
 )
@@ -61,9 +61,9 @@ def grpo_guard(
     v_old = jax.lax.stop_gradient(velocities.old)
     step = target.step
     assert step is not None
-    a = along(step.a, target.x)
-    b = along(step.b, target.x)
-    sigma = along(target.sigma, target.x)
+    a = expand_like(step.a, target.x)
+    b = expand_like(step.b, target.x)
+    sigma = expand_like(target.sigma, target.x)
     noise = step.after - a * target.x - b * (target.x - sigma * v_old)  # times std
     log_r = mean_per_sample(noise * (b * sigma * (v_old - v))) / step.std
     loss, metrics = clipped_policy(log_r, target, algorithm, algorithm.adv_clip_max)

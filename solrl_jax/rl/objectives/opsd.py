@@ -18,9 +18,9 @@ from solrl_jax.rl.objective import (
     TrainingTarget,
     Velocities,
     add_reference_term,
-    along,
     distance_to_old,
     distance_to_reference,
+    expand_like,
     mean_per_sample,
     reward_gradients,
     self_weighted_error,
@@ -104,7 +104,7 @@ def opsd(
     good = self_weighted_error(beta * v + (1 - beta) * v_old, target, positive)
     bad = self_weighted_error((1 + beta) * v_old - beta * v, target, target.targets["negative"])
     policy = algorithm.adv_clip_max * (target.optimality * good + (1 - target.optimality) * bad)
-    anchor = target.x - along(target.sigma, target.x) * v_old
+    anchor = target.x - expand_like(target.sigma, target.x) * v_old
     squared_distance = mean_per_sample(jnp.square(positive - anchor))
     size = mean_per_sample(jnp.square(anchor))
     parts = {
@@ -140,4 +140,4 @@ def _move(
         return jnp.sqrt(jnp.sum(jnp.square(x), tuple(range(1, x.ndim))))
 
     length = step * norm(anchor) / (norm(gradient) + SMALLEST_NORM)
-    return latents + along(length, latents) * gradient
+    return latents + expand_like(length, latents) * gradient

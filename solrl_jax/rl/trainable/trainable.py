@@ -77,7 +77,7 @@ def find_trained_paths(transformer: Component, config: Config) -> TrainedPaths:
             f"{field}: {parameters!r} matches no parameter; there are "
             f"{', '.join(sorted(flatten(params)))}"
         )
-    whole |= {e.key for e in parameter_table(transformer.state) if e.start is not None}
+    whole |= {e.key for e in parameter_table(transformer.state) if e.initializer is not None}
     adapted = matching(params, config.lora.target_modules, "lora.target_modules")
     return TrainedPaths(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
 

@@ -28,7 +28,9 @@ from solrl_jax.storage import files
 
 NAME = "diffusion_pytorch_model"
 SUFFIX = ".safetensors"
-MOST = 10 * 10**9  # largest bytes of tensors in one file, as in `save_pretrained` of diffusers
+MAX_FILE_BYTES = (
+    10 * 10**9
+)  # largest bytes of tensors in one file, as in `save_pretrained` of diffusers
 
 
 def check_directory(folder: Path) -> None:
@@ -68,7 +70,7 @@ def export_transformer(
     settings: LoraSettings,
     *,
     dtype: Any = jnp.float32,
-    most: int = MOST,
+    most: int = MAX_FILE_BYTES,
 ) -> None:
     """Writes a policy as the directory of a transformer, for a policy with parameters trained in
     full.
@@ -116,7 +118,7 @@ def export_transformer(
         name: int(np.prod(e.shape)) * jnp.dtype(dtype).itemsize for name, (e, _) in where.items()
     }
     shards = divide(sizes, most)
-    with files.atomic_directory(folder) as filled, files.writing(folder):
+    with files.atomic_directory(folder) as filled, files.disk_errors_as_run_errors(folder):
         shutil.copyfile(
             backbone.pipeline.folder / "transformer" / "config.json", filled / "config.json"
         )
