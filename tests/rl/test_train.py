@@ -403,7 +403,7 @@ def gradient_distance(a, b):
 def test_an_uneven_chunk_and_micro_batch_train_a_real_network_the_same(experiment, first):
     """In BF16 and NVFP4."""
     state, told = first
-    there = with_rollout(experiment, samples_per_device=3)
+    there = with_rollout(experiment, per_device_batch_size=3)
     optimizer = dataclasses.replace(there.config.optimizer, per_device_batch_size=3)
     there = dataclasses.replace(
         there, config=dataclasses.replace(there.config, optimizer=optimizer)
