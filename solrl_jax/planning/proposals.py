@@ -136,11 +136,13 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
     Considered are plans of the same model on the same platform (GPU or TPU) for images at least as
     large. A plan fits if it needs no more memory per device than the machine has, and if its number
-    of shards (`Record.shards`) divides the number of devices. The one that should be fastest is
-    taken among those that fit: with the least tensor parallelism, then without recomputing whole
-    blocks, then with the smallest `mesh.fsdp`, then on the same kind of device, then with the
-    largest peak memory. If none fits, the settings are a guess that saves as much memory as
-    possible.
+    of shards (`Record.shards`) divides the number of devices. If `mesh.tensor` or `mesh.sequence`
+    of the configuration is above 1, the configuration keeps both: a plan then needs the same
+    `mesh.tensor` to fit, and `mesh.sequence` further devices per shard. The one that should be
+    fastest is taken among those that fit: with the least tensor parallelism, then without
+    recomputing whole blocks, then with the smallest `mesh.fsdp`, then on the same kind of device,
+    then with the largest peak memory. If none fits, the settings are a guess that saves as much
+    memory as possible.
 
     Args:
         config: The configuration to propose for. Its model and its largest image size are used.
@@ -174,7 +176,9 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
     fitting = [
         record
         for record in same_model
-        if record.peak <= machine.memory and machine.devices % record.shards == 0
+        if record.peak <= machine.memory
+        and machine.devices % (record.shards * config.mesh.sequence) == 0
+        and (_group(config) == 1 or record.tensor == config.mesh.tensor)
     ]
     if not fitting:
         return _guess(config, machine, min(same_model, key=lambda record: record.peak), where)
@@ -203,16 +207,24 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
     return Proposal(settings, best, reason)
 
 
+def _group(config: Config) -> int:
+    """Returns the number of devices that compute each sample together: `mesh.tensor` times
+    `mesh.sequence`.
+    """
+    return config.mesh.tensor * config.mesh.sequence
+
+
 def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Proposal:
     """Proposes settings for a machine that no earlier plan fits, to save as much memory as
     possible.
 
-    The parameters are divided among all devices of the host, the backward pass computes whole
-    blocks again, the batches are halved as often as the missing memory suggests (down to 2), and
-    images larger than 512 pixels are decoded in tiles. Whether that fits is not known.
+    The parameters are divided among all devices of the host, or among as many as `mesh.tensor` and
+    `mesh.sequence` of the configuration leave, the backward pass computes whole blocks again, the
+    batches are halved as often as the missing memory suggests (down to 2), and images larger than
+    512 pixels are decoded in tiles. Whether that fits is not known.
 
     Args:
-        config: The configuration, which gives the largest image size.
+        config: The configuration, which gives the largest image size and the mesh.
         machine: The devices to guess for.
         nearest: The plan with the least memory, from which the batch sizes are scaled down.
         where: The devices in words, for the text of `reason`.
@@ -225,7 +237,7 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
         batch //= 2
     batch = max(2, batch - batch % 2)  # objectives that train on pairs need an even batch
     settings: dict[str, Any] = {
-        "mesh.fsdp": machine.devices,
+        "mesh.fsdp": max(1, machine.devices // _group(config)),
         "model.gradient_checkpointing": "blocks",
         "optimizer.per_device_batch_size": batch,
         "rollout.per_device_batch_size": min(batch, nearest.rollout_batch),

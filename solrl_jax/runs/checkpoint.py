@@ -145,7 +145,10 @@ def rank_by_reward(root: RunPath) -> list[RunPath]:
     """
     rewards = {}
     for path in iterate_intact(root):
-        evaluation = meta_of(path).get("evaluation")
+        try:
+            evaluation = meta_of(path).get("evaluation")
+        except CheckpointError:  # a run that saves meanwhile has removed it
+            continue
         reward = evaluation.get("eval/reward") if isinstance(evaluation, dict) else None
         if isinstance(reward, int | float):
             rewards[path] = reward

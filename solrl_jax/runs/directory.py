@@ -18,6 +18,7 @@ from solrl_jax.config.serialization import from_yaml
 from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.models.backbone import DTYPES, Backbone
+from solrl_jax.parallel import hosts
 from solrl_jax.rewards.registry import REWARDS, reward_names
 from solrl_jax.rl.state import abstract_state, read_start
 from solrl_jax.rl.trainable.trainable import Trainable, find_trained_paths
@@ -266,24 +267,29 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
         raise InputError(f"{name}: must be best, latest or an iteration")
     if not is_run(target):
         raise InputError(f"{name}: {target} is no run directory; only runs have checkpoints")
-    if which == "best":
-        ranking = checkpoint.rank_by_reward(root)
-        if not ranking:
-            raise InputError(
-                f"{name}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves "
-                "whatever is evaluated"
-            )
-        return ranking[0]
-    # From old to new, so that a checkpoint takes precedence over one that it replaces.
-    by_iteration = {
-        checkpoint.iteration_of(path): path for path in reversed(checkpoint.list_checkpoints(root))
-    }
-    if int(which) not in by_iteration:
-        raise InputError(f"{name}: {root} has {', '.join(map(str, by_iteration)) or 'none'}")
-    path = by_iteration[int(which)]
-    with _damage_as_run_error():
-        verify_quickly(path)
-    return path
+
+    def find_name() -> str:
+        if which == "best":
+            ranking = checkpoint.rank_by_reward(root)
+            if not ranking:
+                raise InputError(
+                    f"{name}: no checkpoint in {root} holds an evaluation; run.keep_best=1 saves "
+                    "whatever is evaluated"
+                )
+            return ranking[0].name
+        # From old to new, so that a checkpoint takes precedence over one that it replaces.
+        by_iteration = {
+            checkpoint.iteration_of(path): path for path in reversed(checkpoint.list_checkpoints(root))
+        }
+        if int(which) not in by_iteration:
+            raise InputError(f"{name}: {root} has {', '.join(map(str, by_iteration)) or 'none'}")
+        path = by_iteration[int(which)]
+        with _damage_as_run_error():
+            verify_quickly(path)
+        return path.name
+
+    # The first process decides: a run that saves meanwhile may change what each would find.
+    return root / hosts.from_first(find_name)
 
 
 def load_policy(

@@ -124,6 +124,15 @@ def test_encoders_are_loaded_for_what_the_cache_lacks_and_for_nothing_else(
     assert not ahead.loaded  # what comes next has their room
     assert told[0] == (len(PROMPTS) - 2, 0)
 
+    def broken_progress(count, more):
+        if more:
+            raise RuntimeError("the terminal is gone")
+
+    interrupted = encoders_of(model, tmp_path / "interrupted")
+    with pytest.raises(RuntimeError, match="the terminal is gone"):
+        interrupted.encode_ahead(PROMPTS, TOKENS, None, broken_progress)
+    assert not interrupted.loaded
+
     no_loading()
     assert bits(ahead.encode(PROMPTS, TOKENS)[0]) == bits(computed)
     later = encoders_of(model, tmp_path)

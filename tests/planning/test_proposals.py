@@ -69,6 +69,17 @@ def test_where_no_plan_fits_the_guess_says_so():
     ]
 
 
+@pytest.mark.parametrize("group", ["mesh.tensor=2", "mesh.sequence=2"])
+def test_devices_that_compute_a_sample_together_leave_fewer_for_fsdp(group):
+    _, settings = proposed("sana_sol_rl_pickscore", 8, 20, "gpu", H100, group)
+    assert "mesh.fsdp=4" in settings
+    assert not [setting for setting in settings if setting.startswith(group.split("=")[0])]
+    # With memory for any plan, a plan's own `mesh.fsdp` still leaves room for the group.
+    _, settings = proposed("flux1_sol_rl_pickscore", 8, 180, "gpu", H100, group)
+    sizes = dict(setting.split("=") for setting in [*settings, group])
+    assert 8 % (int(sizes.get("mesh.fsdp", 1)) * 2) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [

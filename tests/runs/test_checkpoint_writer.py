@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pickle
+import shutil
 import socket
 import subprocess
 import sys
@@ -121,6 +122,21 @@ def test_the_best_stay_beside_the_newest(tmp_path):
     assert names(7, 0.1, best=1) == [7, 6, 2]
     assert [path.name for path in checkpoint.rank_by_reward(tmp_path)] == ["000002", "000007"]
     assert names(8, 0.2) == [8, 6]  # what has no manifest is not ours to remove
+
+
+def test_a_checkpoint_that_is_removed_while_they_are_ranked_is_left_out(tmp_path, monkeypatch):
+    for iteration in (1, 2):
+        evaluation = {"eval/reward": iteration / 10}
+        save(tmp_path, iteration, SMALL, {"evaluation": evaluation}, keep=2)
+    verify = checkpoint.verify
+
+    def verify_then_remove(path, *, contents=True):
+        verify(path, contents=contents)
+        if path.name == "000002":
+            shutil.rmtree(path)
+
+    monkeypatch.setattr(checkpoint, "verify", verify_then_remove)
+    assert [path.name for path in checkpoint.rank_by_reward(tmp_path)] == ["000001"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

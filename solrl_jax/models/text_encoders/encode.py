@@ -162,9 +162,9 @@ class TextEncoders:
     ) -> int:
         """Encodes all prompts that the cache lacks into the cache, then releases the parameters.
 
-        Without a cache, nothing happens. A damaged file in the cache counts as an encoding, which
-        `encode` later computes again. In a run of several processes, all must call this with the
-        same prompts.
+        Without a cache, nothing happens. The parameters are released after an error, too. A damaged
+        file in the cache counts as an encoding, which `encode` later computes again. In a run of
+        several processes, all must call this with the same prompts.
 
         Args:
             prompts: all prompts that will be needed, one or more.
@@ -172,10 +172,10 @@ class TextEncoders:
                 for some models.
             instruction: text before each prompt. Models that accept none ignore it. None: no
                 instruction.
-            progress: a function `(total, increment)` that is called before each chunk of `chunk`
-                prompts: with the number of prompts to encode, and the number encoded since the last
-                call (0 at first). It is not called at the end, nor if there is nothing to encode.
-                Its errors pass unchanged; the parameters are then not released.
+            progress: a function `(total, increment)` that is called before each chunk of
+                `prompts_per_chunk` prompts: with the number of prompts to encode, and the number
+                encoded since the last call (0 at first). It is not called at the end, nor if there
+                is nothing to encode. Its errors pass unchanged.
 
         Returns:
             The number of prompts that the cache lacked, in any process (a prompt that comes twice
@@ -193,10 +193,12 @@ class TextEncoders:
         keys = self._keys(self.pipeline.tokenize(prompts, max_tokens, instruction))
         is_missing = hosts.any_flags([not self.cache.has(key) for key in keys])
         missing = [prompt for prompt, flag in zip(prompts, is_missing, strict=True) if flag]
-        for start in range(0, len(missing), self.prompts_per_chunk):
-            progress(len(missing), min(start, self.prompts_per_chunk))
-            self.encode(missing[start : start + self.prompts_per_chunk], max_tokens, instruction)
-        self.release()
+        try:
+            for start in range(0, len(missing), self.prompts_per_chunk):
+                progress(len(missing), min(start, self.prompts_per_chunk))
+                self.encode(missing[start : start + self.prompts_per_chunk], max_tokens, instruction)
+        finally:
+            self.release()
         return len(missing)
 
     def _keys(self, tokens: Tokens) -> list[str]:
