@@ -358,8 +358,8 @@ def materialize_heads(
 
     dtype = dtype or pieces[0].dtype
     if all(x.exact for x in pieces):
-        values = [split_heads(cast_saturating(x.value, dtype)) for x in pieces]
-        return values[0] if len(values) == 1 else jnp.concatenate(values, axis=1)
+        values = [cast_saturating(x.value, dtype) for x in pieces]
+        return split_heads(values[0] if len(values) == 1 else jnp.concatenate(values, axis=1))
     return split_heads(encode_in_one_pass(partial(cast_rows, dtype), pieces)[0])
 
 

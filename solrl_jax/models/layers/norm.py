@@ -9,6 +9,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.activation import Activation
+from solrl_jax.models.layers.heads import split_heads
 from solrl_jax.models.layers.modulation import Modulate, modulate
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.quant import compile_target
@@ -238,7 +239,7 @@ class RMSNorm(nnx.Module):
         save_squares = x.exact and compile_target.platform() == "gpu"
 
         def norm(y: Array, scale: Array) -> Array:
-            heads = y.reshape(*y.shape[:-1], -1, scale.shape[-1])
+            heads = split_heads(y, scale.shape[-1])
             normed = rms_norm(heads, scale, self.eps, save_squares=save_squares)
             return normed.astype(y.dtype).reshape(y.shape)
 

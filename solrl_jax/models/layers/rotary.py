@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from solrl_jax.models.layers.heads import split_heads
 from solrl_jax.quant import compile_target
 from solrl_jax.quant.lazy import LazyActivation
 
@@ -97,14 +98,14 @@ def rotate_by_matmul(
     column = jax.lax.broadcasted_iota(jnp.int32, (features, features), 1)
     sign = jnp.where(column % 2 == 0, -1, 1)
     swap = jnp.where(row == column - sign, sign, 0)
-    heads = x.reshape(*x.shape[:-1], -1, features)
+    heads = split_heads(x, features)
     swapped = jnp.matmul(
         heads,
         swap.astype(x.dtype),
         precision=jax.lax.Precision.HIGHEST,  # exact for float32, too
         preferred_element_type=jnp.float32,
     )
-    cos, sin = (jnp.repeat(table, 2, axis=-1)[..., None, :] for table in (cos, sin))
+    cos, sin = (split_heads(jnp.repeat(table, 2, axis=-1), features) for table in (cos, sin))
     rotated = heads.astype(jnp.float32) * cos + swapped * sin
     return rotated.reshape(x.shape).astype(x.dtype)
 
