@@ -386,7 +386,7 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
         plan = native.plan_conversion({name: tuple(t.shape) for name, t in tensors.items()}, config)
     copied = _component_files(base)
     fields = {"_class_name": plan.config.network, **dataclasses.asdict(plan.config)}
-    _check_directory(out, {TRANSFORMER, *(name.split("/")[0] for name in copied)})
+    _check_directory(out, {f"{TRANSFORMER}/config.json", f"{TRANSFORMER}/{WEIGHTS}", *copied})
     with files.atomic_directory(out) as folder:
         files.atomic_write(
             folder / TRANSFORMER / "config.json", json.dumps(fields, indent=2) + "\n"
@@ -433,23 +433,24 @@ def _component_files(base: Path) -> dict[str, Path]:
 
 
 def _check_directory(out: Path, names: set[str]) -> None:
-    """Checks that a directory contains nothing but what will be written there.
-
-    Only the names directly in it are compared. Further files in its folders are not found.
+    """Checks that a directory contains no files but those that will be written there.
 
     Args:
         out: The directory to replace. It need not exist.
-        names: The names of the files and folders that it will contain, e.g. "transformer".
+        names: The paths, within it, of the files that it will contain, e.g. "vae/config.json".
 
     Raises:
-        InputError: If `out` contains others, is a file, or ends in .safetensors.
+        InputError: If `out` or a folder in it contains others, or if `out` is a file or ends in
+            .safetensors.
     """
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
-    if out.is_dir() and (refused := sorted({path.name for path in out.iterdir()} - names)):
+    present = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
+    if refused := sorted(present - names):
+        others = f" and {len(refused) - 3} more" if len(refused) > 3 else ""
         raise InputError(
-            f"--out {out}: holds {', '.join(refused)}, which would be removed; name another "
-            "directory"
+            f"--out {out}: holds {', '.join(refused[:3])}{others}, which would be removed; name "
+            "another directory"
         )
 
 

@@ -152,7 +152,7 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
         for file in files
         if PurePosixPath(file).suffix.lower() in DATA_ENDINGS
         and PurePosixPath(file).name not in METADATA_FILES
-        and not file.startswith(".")
+        and not any(part.startswith(".") for part in PurePosixPath(file).parts)
     ]
     declared = _declared_splits(card)
     if declared:

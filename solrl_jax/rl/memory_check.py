@@ -199,6 +199,8 @@ def _requests(
             size=evaluated_size,
             memory=host,
             owner="this host",
+            # a grid has at most four images of a prompt
+            saturates_at=4 * max(evaluation.num_prompts, config.train.num_prompts),
         ),
         _Request(
             field="rollout.kept",

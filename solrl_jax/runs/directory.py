@@ -279,7 +279,8 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
             return ranking[0].name
         # From old to new, so that a checkpoint takes precedence over one that it replaces.
         by_iteration = {
-            checkpoint.iteration_of(path): path for path in reversed(checkpoint.list_checkpoints(root))
+            checkpoint.iteration_of(path): path
+            for path in reversed(checkpoint.list_checkpoints(root))
         }
         if int(which) not in by_iteration:
             raise InputError(f"{name}: {root} has {', '.join(map(str, by_iteration)) or 'none'}")

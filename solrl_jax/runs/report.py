@@ -467,9 +467,8 @@ def _read_images(folder: RunPath, kind: str) -> list[dict[str, Any]]:
         InputError: If a file is damaged.
     """
     matches: list[RunPath] = list(folder.glob(f"{kind}-*.png"))
-    paths = [
-        path for path in sorted(matches, key=str) if path.stem.removeprefix(f"{kind}-").isdecimal()
-    ]
+    by_iteration = {path.stem.removeprefix(f"{kind}-"): path for path in matches}
+    paths = [by_iteration[text] for text in sorted(filter(str.isdecimal, by_iteration), key=int)]
     if len(paths) > MAX_ITERATIONS_WITH_IMAGES:
         positions = np.linspace(0, len(paths) - 1, MAX_ITERATIONS_WITH_IMAGES)
         paths = [paths[i] for i in np.unique(positions.round().astype(int))]
@@ -603,10 +602,10 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Lists the figures of the page: evaluated scores, fixed ones, then what rewards cost.
 
-    The evaluated scores are the metrics of any run that have a standard error. A score that one
-    of the runs trains on alone is left out for all, because there it is "reward" up to its
-    weight. The fixed figures (`_FIGURES`: rewards of explored and kept samples, rank correlations,
-    the update, times) are listed even if no run has the metric. The costs are the metrics
+    The evaluated scores are the metrics of any run that have a standard error. A score is left out
+    if every run that has it trains on it alone, because there it is "reward" up to its weight. The
+    fixed figures (`_FIGURES`: rewards of explored and kept samples, rank correlations, the update,
+    times) are listed even if no run has the metric. The costs are the metrics
     "reward_cost/REWARD/COUNTER".
 
     Args:
@@ -620,11 +619,10 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
     scores = dict.fromkeys(
         key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]
     )
-    single = {f"eval/{run['trained'][0]}" for run in runs if len(run["trained"]) == 1}
     watched = [name for run in runs for name in run["watched"]]
     for key in scores:
         name = key.removeprefix("eval/")
-        if key in single:
+        if all(run["trained"] == [name] for run in runs if key in run["metrics"]):
             continue
         if any(name == other or name.startswith(f"{other}/") for other in watched):
             title = f"{name}, watched only"

@@ -22,7 +22,7 @@ from solrl_jax.storage.readers import MOST_YAML, parse_yaml, read_text
 _CARRIED = Path(__file__).parents[1] / "configs" / "study"
 MAX_RUNS = 1000  # the largest number of runs of a study
 # The name of an arm, which is part of a directory's name.
-ArmName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][\w.-]*$", max_length=60)]
+ArmName = Annotated[str, Field(pattern="^[A-Za-z0-9][A-Za-z0-9_.-]*$", max_length=60)]
 Overrides = tuple[Text, ...]
 Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
 

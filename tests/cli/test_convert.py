@@ -475,6 +475,8 @@ def test_paths_that_cannot_be(base, tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").write_text("years")
     (tmp_path / "link").symlink_to(tmp_path / "full")
+    (tmp_path / "nested" / "vae").mkdir(parents=True)
+    (tmp_path / "nested" / "vae" / "notes.txt").write_text("years, too")
     torch.save({"a": torch.ones(2)}, file)
     torch.save(to_native(base[1].state_dict(), "linear"), native)
     safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "done.safetensors")
@@ -511,6 +513,12 @@ def test_paths_that_cannot_be(base, tmp_path):
             "full",
             {"base": base[0], "force": True},
             "holds thesis.tex, which would be removed",
+        ),
+        (
+            native,
+            "nested",
+            {"base": base[0], "force": True},
+            "holds vae/notes.txt, which would be removed",
         ),
         (native, "link", {"base": base[0], "force": True}, "is a link"),
         (native, str(base[0]), {"base": base[0], "force": True}, "is or holds"),

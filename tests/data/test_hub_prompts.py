@@ -128,6 +128,7 @@ def test_a_set_without_any_prompt_file_is_refused(cache):
     ("files", "splits"),
     [
         (["prompts.txt", ".gitattributes", "README.md"], {"train": ["prompts.txt"]}),
+        (["a/prompts.txt", "a/.old/train.csv"], {"train": ["a/prompts.txt"]}),
         (
             ["train.jsonl", "val.jsonl", "eval/x.jsonl", "dataset_infos.json", "notes.txt"],
             {"train": ["train.jsonl"], "validation": ["val.jsonl"], "test": ["eval/x.jsonl"]},

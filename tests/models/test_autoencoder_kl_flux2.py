@@ -170,7 +170,7 @@ def test_config_fields_and_defaults_are_diffusers():
         ),
         (
             {"decoder_block_out_channels": [96, 192, 384, 100]},
-            "block_out_channels=.*multiples of norm_num_groups=32",
+            "AutoencoderKLFlux2: decoder_block_out_channels=.*multiples of norm_num_groups=32",
         ),
         (
             {"up_block_types": ["AttnUpDecoderBlock2D"] * 4},

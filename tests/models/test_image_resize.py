@@ -83,7 +83,9 @@ def test_pickscore_and_aesthetic_see_what_the_processor_of_transformers_gives(si
     theirs = CLIPImageProcessorPil()(as_pil(images), return_tensors="np")["pixel_values"].transpose(
         0, 2, 3, 1
     )
-    ours = jax.jit(Preprocessing(SIZE, "bicubic", eight_bit=True, fit="crop", crop_rounding="down"))(images)
+    ours = jax.jit(
+        Preprocessing(SIZE, "bicubic", eight_bit=True, fit="crop", crop_rounding="down")
+    )(images)
     np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 

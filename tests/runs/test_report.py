@@ -311,6 +311,20 @@ def test_runs_lie_over_each_other_under_names_of_their_own(run, tmp_path):
     assert [shown["config"]["rollout.num_steps"] for shown in data["runs"]] == [3, 4]
 
 
+def test_a_score_that_one_run_trains_on_and_another_watches_has_a_figure():
+    def described(trained, watched):
+        scores = [f"eval/{name}" for name in ("reward", trained, watched)]
+        metrics = {*scores, *(f"{score}/standard_error" for score in scores)}
+        return {"metrics": metrics, "trained": [trained], "watched": [watched]}
+
+    def scores(*runs):
+        return {key for _, key, _ in report._titles(runs) if key.startswith("eval/")}
+
+    assert scores(described("x", "y")) == {"eval/reward", "eval/y"}
+    both = scores(described("x", "y"), described("y", "x"))
+    assert both == {"eval/reward", "eval/x", "eval/y"}
+
+
 @pytest.mark.parametrize("limit", [{"MAX_ROWS": 2 * 2 * N}, {"MOST_TEXT": 5000}], ids=str)
 def test_of_a_long_ledger_the_newest_iterations_are_shown(limit, run, monkeypatch, tmp_path):
     for name, most in limit.items():

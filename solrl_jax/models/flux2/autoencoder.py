@@ -87,8 +87,7 @@ class AutoencoderKLFlux2Config(KLConfig):
         Raises:
             ValueError: `act_fn`, a block type or `patch_size` is not the supported value; a number
                 of channels of a stage is no multiple of `norm_num_groups`; there are no stages; or
-                the lists with one entry per stage differ in length. The message names the field
-                (`block_out_channels` also for channels of the decoder).
+                the lists with one entry per stage differ in length. The message names the field.
         """
         super().check()
         self.require(self.patch_size == (PATCH, PATCH), "patch_size", f"[{PATCH}, {PATCH}]")
@@ -98,6 +97,12 @@ class AutoencoderKLFlux2Config(KLConfig):
                 len(widths) == len(self.block_out_channels),
                 "decoder_block_out_channels",
                 "a list as long as block_out_channels, or None",
+            )
+            groups = self.norm_num_groups
+            self.require(
+                all(width % groups == 0 for width in widths),
+                "decoder_block_out_channels",
+                f"multiples of norm_num_groups={groups}",
             )
             self.decoder_config.check()
 

@@ -196,7 +196,9 @@ class TextEncoders:
         try:
             for start in range(0, len(missing), self.prompts_per_chunk):
                 progress(len(missing), min(start, self.prompts_per_chunk))
-                self.encode(missing[start : start + self.prompts_per_chunk], max_tokens, instruction)
+                self.encode(
+                    missing[start : start + self.prompts_per_chunk], max_tokens, instruction
+                )
         finally:
             self.release()
         return len(missing)
