@@ -341,6 +341,8 @@ def materialize_heads(
 
     Activations without a quantized matmul are computed in their own dtypes, by plain JAX
     operations. If one has a quantized matmul, all are computed in float32, on CUDA by one kernel.
+    Programs for TPUs compute all in their own dtypes: there, float32 would be written to memory
+    between norm and rotation, and multiplied in six passes (`layers.rotary`).
 
     Args:
         pieces: At least one activation [b, s_i, n * head_dim]. They follow each other along the
@@ -356,9 +358,14 @@ def materialize_heads(
     def split_heads(x: Array) -> Array:
         return x.reshape(*x.shape[:2], -1, head_dim)
 
+    def in_own_dtypes(x: LazyActivation) -> Array:
+        if x.exact:
+            return x.value
+        return jnp.concatenate([part.compute(None) for part in x.parts], axis=-1)
+
     dtype = dtype or pieces[0].dtype
-    if all(x.exact for x in pieces):
-        values = [cast_saturating(x.value, dtype) for x in pieces]
+    if all(x.exact for x in pieces) or compile_target.platform() == "tpu":
+        values = [cast_saturating(in_own_dtypes(x), dtype) for x in pieces]
         return split_heads(values[0] if len(values) == 1 else jnp.concatenate(values, axis=1))
     return split_heads(encode_in_one_pass(partial(cast_rows, dtype), pieces)[0])
 
