@@ -164,9 +164,10 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
 
     Args:
         tree: The configuration as nested dicts by section and field. It is changed.
-        new: Nested dicts of the same form with the settings to copy; it is not changed. Other
-            fields of a section stay; a field that is a list or a dict is replaced as a whole. Names
-            that are no fields are copied too, and nothing is checked.
+        new: Nested dicts of the same form with the settings to copy. It is not changed, and `tree`
+            shares no list or dict with it. Other fields of a section stay; a field that is a list
+            or a dict is replaced as a whole. Names that are no fields are copied too, and nothing
+            is checked.
         prefix: The dotted name of the section that `tree` and `new` are, with a dot at its end,
             e.g. "rollout."; "" for the whole configuration.
     """
@@ -185,10 +186,12 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     Args:
         tree: The configuration as nested dicts by section and field. It is changed.
         key: The dotted name of the field, e.g. "rollout.kept", or of an entry in `reward.weights`,
-            `reward.paths` or `reward.options`, e.g. "reward.weights.shapes". It may also name a
-            section, whose other fields stay. A name that is no field is added, and `build_config`
-            refuses it. Nothing happens if the section of the field was replaced by a value before,
-            which `build_config` refuses too.
+            `reward.paths` or `reward.options`, e.g. "reward.weights.shapes". Names of such entries
+            may contain dots; but below `reward.options`, unless the value is a dict, the last dot
+            separates the reward from its option. It may also name a section, whose other fields
+            stay. A name that is no field is added, and `build_config` refuses it. Nothing happens
+            if the section of the field was replaced by a value before, which `build_config` refuses
+            too.
         value: The new value, which is copied and not checked; for a section a dict of fields.
     """
     *parents, last = _split_key(key, value)

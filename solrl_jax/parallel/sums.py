@@ -21,7 +21,7 @@ class Sum:
 
     Attributes:
         rounded: The sum as the hardware rounds it after each addition, a pytree like each term.
-        lost: The sum of the rounding errors of these additions, a pytree like `rounded`.
+        rounding_error: The sum of the rounding errors of these additions, a pytree like `rounded`.
     """
 
     rounded: Any

@@ -172,10 +172,13 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
 
 
 def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """Lowers a jitted function for the devices that its arguments are placed on.
+    """Lowers a jitted function for the devices that its arguments are placed on, by
+    `function.lower(*arguments)`.
 
     Args:
-        function: The jitted function. If it reads the current mesh, set it with `jax.set_mesh`.
+        function: The jitted function. If it reads the current mesh, set it with `jax.set_mesh`:
+            without a mesh, kernels are chosen for the platform of this machine
+            (`quant.compile_target`).
         arguments: Its arguments, with ShapeDtypeStructs in place of arrays. Their shardings name
             the devices.
 

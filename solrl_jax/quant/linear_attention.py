@@ -659,11 +659,12 @@ def _backward(head: _Head, *refs: Any) -> None:
 
     Args:
         head: The head of the image that this program of the kernel computes.
-        *refs: References to the mixing matrix [m, m] of the m blocks; to the arrays of q, k and v
-            in order; to the gradient of the attended values [n, width]; and to the outputs: the
-            gradient of the mixing matrix for each head [heads, m, m], and the gradients of q, k and
-            v [n, width]. This head's part of the outputs is written; rows that are padding of m are
-            not.
+        *refs: References to the mixing matrix [m, m], where m is the number of blocks, padded to a
+            power of two; to the arrays that `head.functions` compute q, k and v from, in order, as
+            many as `head.first_columns` lists for each; to the gradient of the attended values [n,
+            width]; and to the outputs: the gradient of the mixing matrix for each head [heads, m,
+            m], and the gradients of q, k and v themselves [n, width]. This head's part of the
+            outputs is written; rows that are padding of m are not.
     """
     mix, *inputs, gradient, mix_gradient, q_gradient, k_gradient, v_gradient = refs
     q, k, v = head.loaders(inputs)

@@ -13,6 +13,9 @@ from solrl_jax.rewards.protocol import Reward, Scores
 def motion(paths: Mapping[str, str]) -> Reward:
     """Opens the verifier of the embedded world of clips as a reward of whole clips.
 
+    Clips may have any size, with values in [0, 1] and at least two frames; scoring shorter ones
+    raises ValueError.
+
     "reward" is partial credit in [0, 1]. "moves" is 1 if the largest object moves as the caption
     says, whatever it is, and else 0. "strict" is 1 if, besides, every frame shows exactly the
     object of the caption, and else 0. The check of the reward accepts the captions that

@@ -60,12 +60,13 @@ class PromptBatch:
     """Prompts with everything that sampling and scoring need of them.
 
     Attributes:
-        prompts: The p prompts, with their metadata. Row i of all arrays belongs to the prompt with
-            index i.
-        conditions: The embeddings of the prompts and of the negative prompt, for the network.
+        prompts: The p prompts, with their metadata.
+        conditions: For the network, the embeddings of the prompts, with one row per prompt in their
+            order, and those of the negative prompt, with a single row, also without guidance. They
+            are on every device.
         prepared: What the reward needs of the prompts, such as token ids of its own text tower: the
-            result of `Reward.prepare`, a tree of arrays with one row per prompt. None without a
-            reward.
+            result of `Reward.prepare`, a tree of arrays with one row per prompt in their order.
+            None without a reward.
     """
 
     prompts: tuple[Prompt, ...]

@@ -81,14 +81,14 @@ class Selection:
     Attributes:
         prompts: The P prompts, one for each row of the arrays.
         seeds: The seed of each candidate, the two words of a threefry key.
-        proxy: The reward of each explored candidate; NaN where it has none.
-        ranking: The values by which the candidates were selected: `proxy`, or with
+        proxy_rewards: The reward of each explored candidate; NaN where it has none.
+        ranking_values: The values by which the candidates were selected: `proxy_rewards`, or with
             `reward.combine=advantages` the weighted sums of their scores, each standardized within
             its prompt. Not finite where a candidate has none.
         chosen: The indices of the kept candidates of each prompt, ascending.
         usable: For each prompt, bool [p], whether it is trained on: whether at least K of its
-            candidates have a finite value in `ranking`. If not, its row of `chosen` is the padding
-            0 to K - 1.
+            candidates have a finite value in `ranking_values`. If not, its row of `chosen` is the
+            padding 0 to K - 1.
     """
 
     prompts: Sequence[Prompt]

@@ -36,7 +36,7 @@ WHOLE_COPIES = 1
 @dataclasses.dataclass(frozen=True)
 class _Request:
     """The smallest memory that the value of a configuration field needs: `value` times `unit`
-    bytes, or `most` times `unit` bytes if that is less.
+    bytes, or `saturates_at` times `unit` bytes if that is less.
 
     Attributes:
         field: The dotted name of the field, e.g. "lora.rank".
@@ -46,7 +46,8 @@ class _Request:
             the message. None: it is not for images.
         memory: The bytes of memory that there are, which must not be exceeded.
         owner: Whose memory it is, for the message: "this host" or "a device".
-        most: The value from which on the memory does not grow. None: it grows with every value.
+        saturates_at: The value from which on the memory does not grow. None: it grows with every
+            value.
     """
 
     field: str

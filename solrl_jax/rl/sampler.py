@@ -82,9 +82,9 @@ class Sampler:
         decoder: Decodes latents to images or clips, for rewards or to be kept.
         shape: Height, width and channels of one latent; of clips, the number of latent frames comes
             before them.
-        chunk: The number of samples that one device generates at once, at least 1; `generate` pads
-            a batch with fewer. Devices along the mesh axes `sequence` and `tensor` work on the same
-            samples and count as one.
+        samples_per_device: The number of samples that one device generates at once, at least 1;
+            `generate` pads a batch with fewer. Devices along the mesh axes `sequence` and `tensor`
+            work on the same samples and count as one.
         recorded: How many steps that add noise are recorded, from the first such step on: the
             latents before and after each are returned with the samples, to be trained on. 0 records
             nothing.

@@ -69,12 +69,13 @@ def measure(
     """Measures the rank correlation of exploration with each group of linear layers quantized
     alone.
 
-    The candidates of some test prompts are regenerated, explored with nothing quantized, and
-    explored once per group with the configured format; exploration options that measure on the base
-    do so anew for each group. All candidates are scored by the reward that is trained on, and their
-    seeds depend on `eval.seed`. Every linear layer is in a group, also those that the rules of
-    `model.quantization` keep from being quantized. Encoding the prompts may load text encoders and
-    write to the cache of prompts. Every process of a run must call it with the same arguments.
+    The `rollout.candidates` candidates of each of some test prompts are regenerated, explored with
+    nothing quantized, and explored once per group with the configured format; exploration options
+    that measure on the base do so anew for each group. All candidates are scored by the reward that
+    is trained on, and their seeds depend on `eval.seed`. Every linear layer is in a group, also
+    those that the rules of `model.quantization` keep from being quantized. Encoding the prompts may
+    load text encoders and write to the cache of prompts. Every process of a run must call it with
+    the same arguments.
 
     Args:
         experiment: The run, with the format, the number of steps and the options of
@@ -89,7 +90,8 @@ def measure(
 
     Returns:
         The mean Spearman correlation over prompts if nothing is quantized, and the results of all
-        groups, in the order of the sorted paths of their first layers.
+        groups (name, number of layers, share of the multiplications, correlation), in the order of
+        the sorted paths of their first layers.
 
     Raises:
         RunError: If the correlation without quantization is defined for no prompt, for example

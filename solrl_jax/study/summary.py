@@ -93,8 +93,9 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
     Returns:
         A dict of three texts. "evaluation": how held-out rewards were measured. "trained on": the
         devices and the versions of JAX and Python. If runs differ in these, their descriptions are
-        joined by semicolons; "unknown" stands for what a `run.json` lacks, and "no run is finished"
-        for both texts without runs. "cost": the prices.
+        joined by semicolons. "unknown" stands for an entry that a `run.json` lacks, or for each if
+        there is no such file. Without runs, both texts are "no run is finished". "cost": the
+        prices.
 
     Raises:
         InputError: If the `run.json` of a run is damaged.
@@ -118,8 +119,9 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
             f"sync {1e3 * prices.synced:.3g} ms"
         ),
         "trained on": distinct(
-            f"{f['devices']}, jax {f.get('packages', {}).get('jax')}, Python {f['python']}"
-            for f in facts
+            f"{fact['devices']}, jax {fact.get('packages', {}).get('jax', 'unknown')}, "
+            f"Python {fact['python']}"
+            for fact in facts
         ),
     }
 

@@ -308,9 +308,10 @@ def judge(components: Components, target: Targets) -> Verdict:
 def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
     """Returns the index of each pixel's color, or -1 for the background.
 
-    A pixel at an edge is a mixture of a color and the background, so its RGB value lies on the
-    line between both. It gets the color whose line is nearest (among equally near ones the first),
-    and -1 if it is more than half background.
+    A pixel at an edge is a mixture of a color and the background, so its RGB value lies between
+    both. It gets the color whose line segment is nearest (among equally near ones the first), and
+    -1 if it is half background or more. The segment begins at the background and ends a tenth of
+    its length beyond the color.
 
     Args:
         offset: The image minus the background color, light gray (`scenes.BACKGROUND`), one plane

@@ -76,8 +76,11 @@ def flash_attention(
     softmax is in float32.
 
     Call it only if `fits` is True. Differentiable in q, k and v. Lengths are padded to multiples of
-    the kernel's blocks (`block_size`), and the result is cut to its true length. Heads are divided
-    over the mesh axis `tensor`, which a mesh, if one is set, must have.
+    the kernel's blocks (`block_size`), and the result is cut to its true length.
+
+    A mesh, if one is set, must have the axis `tensor`, over which heads are divided. Samples are
+    divided over all axes but `tensor` and `sequence`. If the size of these axes does not divide the
+    number of heads or of samples, every device computes all heads or all samples.
 
     Args:
         q: Queries [b, t, n, h]: batch, query positions, heads, features of a head.

@@ -37,10 +37,11 @@ class Mhla:
     Attributes:
         blocks: The number M of blocks, 1 or more: a divisor of the number of rows of tokens times a
             divisor of the number of columns, for example 16 = 4 x 4 for 32 x 32 tokens.
-        released: Whether to follow the released code instead of the paper. Then the columns of m
-            (not the rows) sum to 1 at first; training does not keep m in [0, 1]; the convolution
-            that is added to the attention starts as the identity (not zero) and has a bias; and the
-            denominator of a query mixes those of the queries at the same place in all blocks.
+        released_variant: Whether to follow the released code instead of the paper. Then the columns
+            of m (not the rows) sum to 1 at first; training does not keep m in [0, 1]; the
+            convolution that is added to the attention starts as the identity (not zero) and has a
+            bias; and the denominator of a query mixes those of the queries at the same place in all
+            blocks.
         normed: Whether to add norms of queries and keys (RMSNorm with epsilon 1e-5, over all heads
             together) to a checkpoint without them. Norms that a checkpoint has are always kept.
     """

@@ -157,7 +157,10 @@ class Component:
 
     @property
     def num_parameters(self) -> int:
-        """The number of values in all parameters of the network, all layers of a stack included."""
+        """The number of values in all parameters of the network, all layers of a stack included.
+
+        Arrays that are buffers in PyTorch, but are read from the files, count too.
+        """
         return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(self.state))
 
     @functools.cached_property

@@ -79,8 +79,8 @@ class ReleasedConfig:
         network: name of the network's class in diffusers or transformers.
         model_type: for a network of transformers, its `model_type`; unknown fields of a file are
             then ignored. "" for a network of diffusers; unknown fields are then errors, except
-            notes, whose names begin with "_", and `unread`.
-        unread: names of fields of released files that diffusers ignores as well.
+            notes, whose names begin with "_", and `ignored_fields`.
+        ignored_fields: names of fields of released files that diffusers ignores as well.
     """
 
     network: ClassVar[str]
@@ -121,7 +121,8 @@ class ReleasedConfig:
         Args:
             fields: the contents. If `_class_name` (diffusers) or `model_type` (transformers) is
                 among them, it must be that of the network. Unknown fields are ignored for
-                transformers; for diffusers only if their names begin with "_" or are in `unread`.
+                transformers; for diffusers only if their names begin with "_" or are in
+                `ignored_fields`.
 
         Returns:
             The configuration.

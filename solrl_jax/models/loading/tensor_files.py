@@ -41,7 +41,7 @@ class StoredTensor:
         file: the safetensors file.
         dtype: name of the dtype in safetensors, such as "BF16".
         shape: shape of the tensor, in PyTorch's order of axes.
-        start: offset of the tensor's first byte from the beginning of the file.
+        byte_offset: offset of the tensor's first byte from the beginning of the file.
     """
 
     name: str

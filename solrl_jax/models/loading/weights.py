@@ -94,7 +94,7 @@ class ParameterEntry:
             kh, kw, in, out] here, [out, in, kt, kh, kw] there).
         shape: shape of one tensor in this package's order of axes, without the axis of layers.
         stacked: whether the parameter has a leading axis of layers.
-        start: for a parameter that files may lack: `(function, *arguments)`. The call
+        initializer: for a parameter that files may lack: `(function, *arguments)`. The call
             `function(*arguments)` then gives its value, which is broadcast to `full_shape`. None:
             files must hold the parameter.
         bounds: (smallest, largest) value to which training clips the parameter; None: unbounded.

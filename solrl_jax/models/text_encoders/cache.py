@@ -37,7 +37,7 @@ class Cache:
     """A folder with the encodings of prompts: one safetensors file per prompt, under a key
     (`key_of`).
 
-    It also remembers the SHA-256 of weight files (`digest`), in the subfolder `files`.
+    It also remembers the SHA-256 of weight files (`file_sha256`), in the subfolder `files`.
 
     Attributes:
         folder: the folder. It is created when something is first written.

@@ -246,8 +246,10 @@ class TextEncoders:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
-        """Encodes prompts, `chunk` at a time, and yields their encodings one by one. Loads the
-        parameters if necessary. Every process must consume it to the end, with the same tokens.
+        """Encodes prompts, `prompts_per_chunk` at a time, and yields their encodings one by one.
+
+        Loads the parameters if necessary. Every process must consume it to the end, with the same
+        tokens.
 
         Args:
             tokens: tokens of the prompts: arrays by name with one row per prompt. There may be no

@@ -30,8 +30,8 @@ def load_tokenizer(folder: Path) -> Any:
         folder: a tokenizer's folder of a released pipeline or reward.
 
     Returns:
-        The tokenizer of transformers; or a `NoVocabulary`, if `tokenizer_config.json` names this
-        class.
+        The tokenizer of transformers; or a `NoVocabulary`, which makes zeros of the right shape of
+        every text, if this is the `tokenizer_class` in `tokenizer_config.json`.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.

@@ -47,8 +47,8 @@ class Preprocessing:
         fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
             center is kept. "pad": its longer edge is resized to `size`, and black is added on both
             sides (of an odd number of pixels, one more at the right or bottom).
-        odd: For "crop", how the position of the left or top edge is rounded if an odd number of
-            pixels is cut off: "down" as in transformers, or "even" (half to even) as in
+        crop_rounding: For "crop", how the position of the left or top edge is rounded if an odd
+            number of pixels is cut off: "down" as in transformers, or "even" (half to even) as in
             torchvision.
     """
 

@@ -59,9 +59,10 @@ class Answer:
 
     Attributes:
         text: The text of the first choice; "" if it is null.
-        tokens: Pairs (token, natural logarithm of its probability): the candidates for the first
-            token of the text, in the order of the answer, as many as the endpoint sent. None if it
-            returned no log-probabilities.
+        tokens: A list of pairs (token, natural logarithm of its probability): the candidates for
+            the first token of the text ("top_logprobs"), in the order of the answer, as many as the
+            endpoint sent; only the chosen token if it sent no candidates. None if it returned no
+            log-probabilities.
         system_fingerprint: The endpoint's name for its software and weights; None if it sent none,
             or another value than text.
     """

@@ -78,7 +78,9 @@ def nft_loss(
             and their optimality q.
         beta: The mixing weight of the paper, above 0: the weight of v in v_pos, and how far v_neg
             lies on the other side of v_old.
-        kl_coef: The weight of the distance to the reference. With 0 the reference is not computed.
+        kl_coef: The weight of the distance to the reference, a number and no array. With 0 no
+            result depends on `velocities.reference`, so that XLA does not compute it under jit; it
+            must still be an array.
         adv_clip_max: The factor of the first term, `algorithm.adv_clip_max`: advantages were
             divided by it to give q.
 
