@@ -9,7 +9,7 @@ from solrl_jax.quant import compile_target
 TILE_ROWS = 8
 
 
-def split_heads(x: Float[Array, "... s d"], head_dim: int) -> Float[Array, "..."]:
+def split_heads(x: Float[Array, "... d"], head_dim: int) -> Float[Array, "..."]:
     """Gives the heads of queries or keys an axis of their own, for operations on single heads.
 
     In a program for TPUs, the rows are also divided into groups of 8, if their number allows. A
