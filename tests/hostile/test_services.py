@@ -300,7 +300,7 @@ def score(rewards: HostRewards, pictures: int = 1):
 )
 def test_a_worker_that_does_not_behave_costs_a_line_in_time(how, message, monkeypatch):
     if how == "hungry":
-        monkeypatch.setattr("solrl_jax.rewards.host.hosts.memory", lambda: 24 * 10**8)
+        monkeypatch.setattr("solrl_jax.rewards.host.hosts.host_memory", lambda: 24 * 10**8)
     began = time.monotonic()
     with pytest.raises(RewardError, match=message):
         score(rewards_of_a_run(how, workers=PATIENT if how in ("hungry", "quiet") else WORKERS))

@@ -194,7 +194,7 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
 
     network = "AutoencoderKLWan"
     # A field of the released file of Wan 2.2 5B that diffusers does not have: it always clips.
-    unread = ("clip_output",)
+    ignored_fields = ("clip_output",)
 
     decoder_base_dim: int | None = None
     is_residual: bool = False
