@@ -64,7 +64,7 @@ def convert(
             that of the transformer. Required for a native SANA checkpoint, and None for all other
             files.
         force: Whether `out` is replaced if it exists. A directory is replaced as a whole, but only
-            if the files and folders directly in it are among those that the new one will have.
+            if it holds no files, also in its folders, but those that the new one will have.
 
     Returns:
         A dict with these keys:

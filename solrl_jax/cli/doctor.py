@@ -190,8 +190,8 @@ def find_missing(config: Config) -> dict[str, Any]:
         A dict of JSON values:
 
         * "preset": its name.
-        * "weights": bytes of "transformer", "text encoders" and "vae" (`sizes`); empty if the model
-          is unknown or cannot be trained on this machine.
+        * "weights": bytes of "transformer", "text encoders" and "vae" (`check_sizes`); empty if the
+          model is unknown or cannot be trained on this machine.
         * "downloads": names of the hub repositories that the first start will download. If
           downloads are switched off, "missing" has them too.
         * "judges": for each judge that answers, by its name, a line with its address and what it

@@ -127,8 +127,8 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     """Finds which files of a data set hold which split, much as the library `datasets` does.
 
     Only prompt files count: .parquet, .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv and .txt
-    (`DATA_ENDINGS`), without paths that begin with a dot and files that describe the data set, such
-    as dataset_infos.json (`METADATA_FILES`).
+    (`DATA_ENDINGS`), without hidden files, files in hidden folders, and those that describe the
+    data set, such as dataset_infos.json (`METADATA_FILES`).
 
     If the data set's card declares its files by split (`configs` with `data_files`), the declared
     patterns decide; splits without a matching file are left out. Otherwise the names of the files

@@ -1,7 +1,7 @@
 """Random numbers that depend on what they are used for, never on the order in which they are drawn.
 
 Every random draw has its own key, derived by `fold_in`. Each use has a stream of its own
-(`STREAMS`). A run draws from `key(run_seed, name)`. A candidate has a seed, and draws from the
+(`STREAMS`). A run draws from `run_key(run_seed, name)`. A candidate has a seed, and draws from the
 streams of that seed (`normal`, `permutations`). The seed of a candidate is derived from (run seed,
 stream, iteration, prompt, index of the candidate). It does not depend on the batch, the chunk, the
 number of devices or the mesh (docs/method.md, section 2). The same seed gives the same noise again,

@@ -178,7 +178,7 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
         for record in same_model
         if record.peak <= machine.memory
         and machine.devices % (record.shards * config.mesh.sequence) == 0
-        and (_group(config) == 1 or record.tensor == config.mesh.tensor)
+        and (_devices_per_sample(config) == 1 or record.tensor == config.mesh.tensor)
     ]
     if not fitting:
         return _guess(config, machine, min(same_model, key=lambda record: record.peak), where)
@@ -207,7 +207,7 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
     return Proposal(settings, best, reason)
 
 
-def _group(config: Config) -> int:
+def _devices_per_sample(config: Config) -> int:
     """Returns the number of devices that compute each sample together: `mesh.tensor` times
     `mesh.sequence`.
     """
@@ -237,7 +237,7 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
         batch //= 2
     batch = max(2, batch - batch % 2)  # objectives that train on pairs need an even batch
     settings: dict[str, Any] = {
-        "mesh.fsdp": max(1, machine.devices // _group(config)),
+        "mesh.fsdp": max(1, machine.devices // _devices_per_sample(config)),
         "model.gradient_checkpointing": "blocks",
         "optimizer.per_device_batch_size": batch,
         "rollout.per_device_batch_size": min(batch, nearest.rollout_batch),

@@ -107,7 +107,7 @@ class Roofline:
               (all other kernels) and "links" (collectives; see `split`).
             * "products_at_peak": the seconds of the arithmetic alone, that of attention too.
             * "kernels" and "native": the number of runs of all kernels, and of each hand-written
-              one by name (`kernels.native`).
+              one by name (`kernels.count_library_kernels`).
             * "operations": arithmetic operations by unit, e.g. {"bf16": 1e12}.
             * "memory_traffic": bytes of main memory that are read and written.
             * "collectives": a list of dicts, one per kind of collective, and apart for those that

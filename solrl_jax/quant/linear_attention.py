@@ -3,8 +3,8 @@
 Its weights are `relu(q) . relu(k)` instead of a softmax. XLA would write the queries, keys and
 values of each head separately, some of them in float32, and read them again. Here a Triton kernel
 (written in Pallas) handles one head of one image: it computes the sums over the keys, and then what
-the queries read of them. A second kernel computes the gradient. On other platforms `reference`
-computes the same in plain JAX.
+the queries read of them. A second kernel computes the gradient. On other platforms
+`plain_reference` computes the same in plain JAX.
 
 MHLA (arXiv 2601.07832, equation 4) has such sums for each block of the image, and the queries of a
 block read a mixture of the sums of all blocks. The same kernels compute it, because SANA's

@@ -64,7 +64,7 @@ class ScoringFailure(Exception):
     """A call of a reward's function returned no scores, or not all of them.
 
     In a worker process it is raised by the function, such as `http` or a judge's, or by the checks
-    of what it returned, and `_call` turns it into a `Returned`. The message says why in one line.
+    of what it returned, and `_call` turns it into a `CallResult`. The message says why in one line.
 
     Attributes:
         scores: The scores of those images (or pairs) that have one, with NaN for the others: n
@@ -142,11 +142,11 @@ class Workers:
             prompts: The prompt of each image, with its metadata.
 
         Returns:
-            A function without arguments that waits for the call and returns its `Returned`. It does
-            not raise: a call that raised, returned no scores, exceeded the timeout or its memory,
-            or lost its process has a `problem` and no `answer`. A call that raised a `Failure` with
-            some scores has both. If the whole pool broke or was closed, the call is repeated once,
-            in new processes.
+            A function without arguments that waits for the call and returns its `CallResult`. It
+            does not raise: a call that raised, returned no scores, exceeded the timeout or its
+            memory, or lost its process has a `problem` and no `answer`. A call that raised a
+            `ScoringFailure` with some scores has both. If the whole pool broke or was closed, the
+            call is repeated once, in new processes.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
@@ -658,15 +658,16 @@ def _call(
             group, and this is the most pairs in one call of the function.
 
     Returns:
-        A `Returned` with `answer`: float32 arrays [n] by name, with NaN for images that have a
+        A `CallResult` with `answer`: float32 arrays [n] by name, with NaN for images that have a
         non-finite value, or None without scores; `problem`: why there are none, in one line, or
         None: the import or the function raised, memory ran out, or the returned value is neither n
         numbers nor a mapping of names to n numbers with "reward"; and `usage`: what the function
-        counted. If the function raised a `Failure` with the scores of some images, `answer` and
-        `problem` are both set.
+        counted. If the function raised a `ScoringFailure` with the scores of some images, `answer`
+        and `problem` are both set.
 
     Raises:
-        Failure: If the function raised a `Failure` whose `scores` have the wrong form.
+        ScoringFailure: If the function raised a `ScoringFailure` whose `scores` have the wrong
+            form.
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
     usage.take()
@@ -720,10 +721,10 @@ def _compare_pairs(
         values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
-        Failure: If the function raised one. With the win rates as "reward", if any image has one
-            from the preferences that are known; otherwise without scores. After a Failure without
-            any preference, the function is not called again. Also without scores, if the function
-            returned no numbers or one outside of [0, 1].
+        ScoringFailure: If the function raised one. With the win rates as "reward", if any image has
+            one from the preferences that are known; otherwise without scores. After a
+            ScoringFailure without any preference, the function is not called again. Also without
+            scores, if the function returned no numbers or one outside of [0, 1].
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))
@@ -787,8 +788,8 @@ def check_answer(returned: Any, count: int) -> Scores:
         New float32 arrays [count] by the name of the score, the names as text.
 
     Raises:
-        Failure: If a mapping has no "reward"; if values are text, dates, complex numbers, None or
-            other objects, masked, or ragged; or if their shape is not [count].
+        ScoringFailure: If a mapping has no "reward"; if values are text, dates, complex numbers,
+            None or other objects, masked, or ragged; or if their shape is not [count].
     """
     scores = returned if isinstance(returned, Mapping) else {"reward": returned}
     if "reward" not in scores:

@@ -62,9 +62,9 @@ def http(
     Raises:
         ValueError: If the images are not RGB, or the arguments differ in length.
         TypeError: If metadata holds something that JSON cannot represent, such as a date.
-        Failure: If there is no answer, a redirect, a status of 400 or more after the last attempt,
-            an answer of more than 2**20 bytes (`MAX_ANSWER_BYTES`), or no {"scores": [...]} with
-            numbers and nulls in it.
+        ScoringFailure: If there is no answer, a redirect, a status of 400 or more after the last
+            attempt, an answer of more than 2**20 bytes (`MAX_ANSWER_BYTES`), or no {"scores":
+            [...]} with numbers and nulls in it.
     """
     check_arguments(url, images, prompts, metadata)
     body: Any = {
@@ -147,7 +147,7 @@ def _read_body(answer: requests.Response) -> bytes:
         answer: An answer whose body has not been read (`stream=True`).
 
     Raises:
-        Failure: If the body is longer than 2**20 bytes (`MAX_ANSWER_BYTES`).
+        ScoringFailure: If the body is longer than 2**20 bytes (`MAX_ANSWER_BYTES`).
         requests.RequestException: If the connection ends, or the body cannot be decompressed.
     """
     text = b""

@@ -37,7 +37,7 @@ def prepare(prompts: Sequence[str]) -> verifier.ClipTargets:
         prompts: The captions; there may be none.
 
     Returns:
-        `Targets` with one row per caption.
+        `ClipTargets` with one row per caption.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world of clips.

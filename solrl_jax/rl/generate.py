@@ -253,10 +253,10 @@ def generate(
 ) -> Samples:
     """Generates one sample per row of `seed_batch` and scores it against its prompt.
 
-    The samples are generated in chunks of `sampler.chunk` samples per device; a shorter last one is
-    padded here, and the padding is dropped from the result. A chunk is scored, and copied to the
-    host, while the devices compute the next one. Every process of a run must call it with the same
-    arguments, and each gets all samples.
+    The samples are generated in chunks of `sampler.samples_per_device` samples per device; a
+    shorter last one is padded here, and the padding is dropped from the result. A chunk is scored,
+    and copied to the host, while the devices compute the next one. Every process of a run must call
+    it with the same arguments, and each gets all samples.
 
     Args:
         backbone: The networks, and the mesh that they are on.
@@ -394,7 +394,8 @@ def _sample_parts(
 ) -> list[SampledChunk]:
     """Generates the samples `start` to `stop` of `seed_batch`, in parts that fit the devices.
 
-    A part is what all devices sample at once: `sampler.chunk` samples per device, where the devices
+    A part is what all devices sample at once: `sampler.samples_per_device` samples per device,
+        where the devices
     along the mesh axes `sequence` and `tensor` count as one because they work on the same samples.
     For scoring, these devices hold samples of their own, so as many parts as there are devices
     along these two axes are scored together. Every process must call it.

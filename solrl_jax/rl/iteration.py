@@ -501,10 +501,10 @@ def ledger_columns(
     Returns:
         Columns by name. Those with one entry per candidate, prompt by prompt: "prompt" (list of
         text), "prompt_uid" (uint32), "candidate" (the index within the prompt), "seed" (uint64),
-        "proxy_reward" (`selection.proxy`, float32), "rank" (within the prompt, by
-        `selection.ranking`; 0 is the best), "kept" (bool, False for all candidates of a prompt that
-        is not usable), and "regenerated_reward" and "advantage", masked float32 arrays whose
-        entries of candidates that were not kept are masked. Single values that hold for all:
+        "proxy_reward" (`selection.proxy_rewards`, float32), "rank" (within the prompt, by
+        `selection.ranking_values`; 0 is the best), "kept" (bool, False for all candidates of a
+        prompt that is not usable), and "regenerated_reward" and "advantage", masked float32 arrays
+        whose entries of candidates that were not kept are masked. Single values that hold for all:
         "precision" and "steps" of the exploration, "policy_revision" (the iteration, whose sync
         made the policy that explored), and None for "regenerated_reward" if nothing is regenerated.
     """

@@ -132,7 +132,7 @@ def rank_by_reward(root: RunPath) -> list[RunPath]:
     """Lists the checkpoints that were saved with an evaluation, the highest held-out reward first.
 
     The reward is the "eval/reward" in the checkpoint's metadata. Checkpoints where it is missing or
-    None, and those that a quick check (`intact`) finds damaged, are left out.
+    None, and those that a quick check (`iterate_intact`) finds damaged, are left out.
 
     Args:
         root: The directory of checkpoints. It need not exist.
@@ -152,7 +152,7 @@ def rank_by_reward(root: RunPath) -> list[RunPath]:
         reward = evaluation.get("eval/reward") if isinstance(evaluation, dict) else None
         if isinstance(reward, int | float):
             rewards[path] = reward
-    # `sorted` is stable, also in reverse, and `intact` yields the newest first.
+    # `sorted` is stable, also in reverse, and `iterate_intact` yields the newest first.
     return sorted(rewards, key=rewards.__getitem__, reverse=True)
 
 

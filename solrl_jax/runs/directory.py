@@ -1,6 +1,6 @@
 """Reads a run directory: its configuration, its checkpoints, and the EMA policy.
 
-Most commands also take a preset or a model instead of a run directory. `configuration` and
+Most commands also take a preset or a model instead of a run directory. `read_target` and
 `load_policy` accept all three. `identity.py` decides whether a run may write to a directory.
 """
 

@@ -53,8 +53,8 @@ class Plan(Section):
         preset: The name of the preset that all arms start from.
         overrides: Overrides `key=value` of every arm.
         arms: By the name of each arm, at least one, its further overrides, which win over
-            `overrides`. A name has up to 60 letters, digits, "_", "." and "-", of which the first
-            is an ASCII letter or digit.
+            `overrides`. A name has up to 60 ASCII letters, digits, "_", "." and "-", of which the
+            first is a letter or digit.
         seeds: The seeds that every arm is trained with, from 0 to 2**31 - 1, at least one and no
             two equal.
         compared: Pairs (arm, the arm that it is compared with).

@@ -626,52 +626,73 @@ def test_a_larger_pool():
             check(signed(cell), estimate, first)
 
 
-def test_the_gradient_of_the_reward():
-    found = record("study-learning")
-    runs = found["runs"]
-    page = DOCS / "study.md"
+def arms_of(name: str) -> dict[str, list]:
+    """The runs of a study that holds the arm `nft`, by arm, one per seed."""
+    found = record(name)
     seeds = found["plan"]["seeds"]
-    arms = {
-        name: [runs[f"{name}-{seed}"] for seed in seeds] for name in ("nft", "opsd", "draft", "awm")
+    return {
+        arm: [found["runs"][f"{arm}-{seed}"] for seed in seeds] for arm in found["plan"]["arms"]
     }
-    nft = arms["nft"]
-    table = rows(page, "after iteration | `nft`")
-    assert [int(iteration) for iteration, *_ in table] == nft[0]["iterations"]
+
+
+def gain_over_nft(arms, name: str, key: str, at_equal_cost: bool) -> tuple[float, float]:
+    """Mean and standard error, over seeds, of a final score minus that of `nft`: its final score,
+    or its score at the cost of the arm.
+    """
+    others = [
+        np.interp(run["cost"][-1], nft["cost"], nft[key]) if at_equal_cost else nft[key][-1]
+        for run, nft in zip(arms[name], arms["nft"], strict=True)
+    ]
+    gains = np.array([run[key][-1] for run in arms[name]]) - others
+    return gains.mean(), np.std(gains, ddof=1) / math.sqrt(len(gains))
+
+
+@pytest.mark.parametrize(
+    ("name", "courses", "gains"),
+    [
+        ("study-learning", "after iteration | `nft`", "against `nft` |"),
+        (
+            "study-learning-sd3",
+            "after iteration, on `tiny-sd3`",
+            "against `nft`, on `tiny-sd3`",
+        ),
+    ],
+)
+def test_the_tables_of_the_gradient_of_the_reward(name, courses, gains):
+    arms = arms_of(name)
+    page = DOCS / "study.md"
+    table = rows(page, courses)
+    assert [int(iteration) for iteration, *_ in table] == arms["nft"][0]["iterations"]
     for i, (_, *cells) in enumerate(table):
         means = [
-            np.mean([run[key][i] for run in arms[name]])
-            for name in ("nft", "opsd", "draft")
+            np.mean([run[key][i] for run in arms[arm]])
+            for arm in ("nft", "opsd", "draft")
             for key in ("cost", "reward", "shapes")
         ]
         check(cells, means, i)
-
-    def gain(name: str, key: str, at_equal_cost: bool) -> tuple[float, float]:
-        others = [
-            np.interp(run["cost"][-1], other["cost"], other[key])
-            if at_equal_cost
-            else other[key][-1]
-            for run, other in zip(arms[name], nft, strict=True)
-        ]
-        gains = np.array([run[key][-1] for run in arms[name]]) - others
-        return gains.mean(), np.std(gains, ddof=1) / math.sqrt(len(gains))
-
-    expected = [(name, equal) for name in ("opsd", "draft") for equal in (False, True)]
-    for (first, *cells), (name, equal) in zip(rows(page, "against `nft`"), expected, strict=True):
-        cost = arms[name][0]["cost"][-1]
-        share = cost / nft[0]["cost"][-1]
+    expected = [(arm, equal) for arm in ("opsd", "draft") for equal in (False, True)]
+    for (first, *cells), (arm, equal) in zip(rows(page, gains), expected, strict=True):
+        cost = arms[arm][0]["cost"][-1]
+        share = cost / arms["nft"][0]["cost"][-1]
         said = (
             f"equal cost, {cost:.0f} s" if equal else f"20 iterations, at {share:.3f} of the cost"
         )
-        assert first.startswith(f"`{name}`"), first
+        assert first.startswith(f"`{arm}`"), first
         assert said in first, first
         for cell, key in zip(cells, ("reward", "shapes"), strict=True):
-            check(signed(cell), gain(name, key, equal), (first, key))
+            check(signed(cell), gain_over_nft(arms, arm, key, equal), (first, key))
 
+
+def test_the_gradient_of_the_reward():
+    found = record("study-learning")
+    arms = arms_of("study-learning")
+    nft = arms["nft"]
+    page = DOCS / "study.md"
     text = " ".join(page.read_text().split())
     iterations = nft[0]["iterations"][-1]
     each = {name: runs_of[0]["cost"][-1] / iterations for name, runs_of in arms.items()}
     share = each["opsd"] / each["nft"]
-    reward, shapes = (gain("awm", key, False) for key in ("reward", "shapes"))
+    reward, shapes = (gain_over_nft(arms, "awm", key, False) for key in ("reward", "shapes"))
     for said in (
         f"of `opsd` counts {each['opsd']:.1f} s, {share:.2f} of the {each['nft']:.1f} s of `nft`",
         f"learns the trained reward at {share:.3f} of the cost",
@@ -711,51 +732,17 @@ def test_the_reward_followed_through_several_steps():
 
 
 def test_the_gradient_of_the_reward_on_another_model():
-    found = record("study-learning-sd3")
-    arms = {
-        name: [found["runs"][f"{name}-{seed}"] for seed in found["plan"]["seeds"]]
-        for name in found["plan"]["arms"]
-    }
-    nft = arms["nft"]
+    arms = arms_of("study-learning-sd3")
     page = DOCS / "study.md"
-    for i, (iteration, *cells) in enumerate(rows(page, "after iteration, on `tiny-sd3`")):
-        assert int(iteration) == nft[0]["iterations"][i]
-        columns = [
-            (a, key) for a in ("nft", "opsd", "draft") for key in ("cost", "reward", "shapes")
-        ]
-        check(cells, [np.mean([run[key][i] for run in arms[arm]]) for arm, key in columns], i)
-
-    def gain(name: str, key: str, at_equal_cost: bool) -> tuple[float, float]:
-        cost = arms[name][0]["cost"][-1]
-        differences = np.array(
-            [
-                ours[key][-1]
-                - (np.interp(cost, run["cost"], run[key]) if at_equal_cost else run[key][-1])
-                for ours, run in zip(arms[name], nft, strict=True)
-            ]
-        )
-        return differences.mean(), differences.std(ddof=1) / math.sqrt(len(differences))
-
-    expected = [(name, equal) for name in ("opsd", "draft") for equal in (False, True)]
-    table = rows(page, "against `nft`, on `tiny-sd3`")
-    for (first, *cells), (name, equal) in zip(table, expected, strict=True):
-        cost = arms[name][0]["cost"][-1]
-        share = cost / nft[0]["cost"][-1]
-        said = f"equal cost, {cost:.0f} s" if equal else f"at {share:.3f} of the cost"
-        assert first.startswith(f"`{name}`"), first
-        assert said in first, first
-        for cell, key in zip(cells, ("reward", "shapes"), strict=True):
-            check(signed(cell), gain(name, key, equal), (first, key))
-
     text = " ".join(page.read_text().split())
     risen = {
         name: [run["shapes"][-1] - run["shapes"][0] for run in runs] for name, runs in arms.items()
     }
     largest = max(abs(value) for name in ("opsd", "draft") for value in risen[name])
-    gained = np.mean([run["reward"][-1] - run["reward"][0] for run in nft])
-    sana = [run for name, run in record("study-learning")["runs"].items() if name.startswith("nft")]
+    gained = np.mean([run["reward"][-1] - run["reward"][0] for run in arms["nft"]])
+    sana = arms_of("study-learning")["nft"]
     there = np.mean([run["reward"][-1] - run["reward"][0] for run in sana])
-    reward, shapes = (gain("awm", key, False) for key in ("reward", "shapes"))
+    reward, shapes = (gain_over_nft(arms, "awm", key, False) for key in ("reward", "shapes"))
     for said in (
         f"stays within {largest:.3f} of the base, and in those of `nft` it rises by "
         f"{np.mean(risen['nft']):.3f}",

@@ -76,7 +76,7 @@ def parse_targets(captions: Sequence[str]) -> ClipTargets:
         captions: n captions; n may be 0.
 
     Returns:
-        `Targets` with one row per caption.
+        `ClipTargets` with one row per caption.
 
     Raises:
         ValueError: If a caption does not follow the grammar of `scenes`.

@@ -104,7 +104,6 @@ class AutoencoderKLFlux2Config(KLConfig):
                 "decoder_block_out_channels",
                 f"multiples of norm_num_groups={groups}",
             )
-            self.decoder_config.check()
 
     @property
     def channels(self) -> int:

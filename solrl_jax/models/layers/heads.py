@@ -31,9 +31,14 @@ def split_heads(x: Float[Array, "... d"], head_dim: int) -> Float[Array, "..."]:
 
 
 def heads_first(x: Float[Array, "b s d"], head_dim: int) -> Float[Array, "b n s h"]:
-    """Returns [b, heads, s, head_dim] from [b, s, heads * head_dim]; s is a multiple of 8.
+    """Moves the heads before the rows, by a transpose that moves whole tiles of a TPU.
 
-    It is a transpose that moves whole tiles of a TPU.
+    Args:
+        x: Queries, keys or values [b, s, n * head_dim], heads side by side. s is a multiple of 8.
+        head_dim: The number of features of a head.
+
+    Returns:
+        The same values [b, n, s, head_dim].
     """
     batch, rows, features = x.shape
     shape = (batch, rows // TILE_ROWS, TILE_ROWS, features // head_dim, head_dim)
@@ -42,8 +47,13 @@ def heads_first(x: Float[Array, "b s d"], head_dim: int) -> Float[Array, "b n s 
 
 
 def heads_last(x: Float[Array, "b n s h"]) -> Float[Array, "b s d"]:
-    """Returns [b, s, heads * head_dim] from [b, heads, s, head_dim], the inverse of `heads_first`;
-    s is a multiple of 8.
+    """Moves the heads behind the rows: the inverse of `heads_first`.
+
+    Args:
+        x: Attended values [b, n, s, h]: samples, heads, rows (a multiple of 8), features of a head.
+
+    Returns:
+        The same values [b, s, n * h], heads side by side.
     """
     batch, heads, rows, head_dim = x.shape
     shape = (batch, heads, rows // TILE_ROWS, TILE_ROWS, head_dim)

@@ -5,7 +5,7 @@ The tokens of an image are divided into M equal blocks. Linear attention has one
 In MHLA each block has its own sum, and the queries of each block read their own mixture of the M
 sums, given by a trained matrix m [M, M]. If all entries of m are equal, MHLA is linear attention.
 The released DiT code (DAGroup-PKU/MHLA) departs from the paper in four places, see
-`Mhla.released`.
+`Mhla.released_variant`.
 """
 
 import dataclasses

@@ -286,7 +286,8 @@ def encode_chunk(
         encoders: the text encoders, whose pipeline encodes. A static argument under jit.
         params: the parameters of each text encoder, by the name of its folder. Sharded ones are
             gathered on every device, those of stacked layers one layer at a time.
-        tokens: tokens of `encoders.chunk` prompts: arrays by name with one row per prompt.
+        tokens: tokens of `encoders.prompts_per_chunk` prompts: arrays by name with one row per
+            prompt.
 
     Returns:
         The encodings: arrays by name with one row per prompt, for the argument `conditioning` of

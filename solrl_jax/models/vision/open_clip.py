@@ -135,7 +135,7 @@ def _third(tensor: StoredTensor, index: int) -> StoredTensor:
 
     Returns:
         A `StoredTensor` for these rows: with a third of the rows in its shape, and the offset of
-        their first byte as `start`. Its name is that of the whole tensor.
+        their first byte as `byte_offset`. Its name is that of the whole tensor.
     """
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])
     size = math.prod(shape) * np.dtype(STORED_DTYPES[tensor.dtype]).itemsize

@@ -47,7 +47,7 @@ class Cache:
 
     It is opened with the directory, which is created if missing. Several processes may use the
     same file at once. Entries are never removed, and there is no limit on their number. An object
-    may only be used in the thread that created it; calls in others raise Failure.
+    may only be used in the thread that created it; calls in others raise ScoringFailure.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,8 +60,8 @@ class Cache:
             folder: The directory. Missing parents are created, too.
 
         Raises:
-            Failure: If it cannot be created, the file is no SQLite database or cannot be written,
-                or another process has it locked for 30 seconds (`LOCK_TIMEOUT`).
+            ScoringFailure: If it cannot be created, the file is no SQLite database or cannot be
+                written, or another process has it locked for 30 seconds (`LOCK_TIMEOUT`).
         """
         self._path = folder / FILE
         try:
@@ -83,8 +83,8 @@ class Cache:
             key: The key of the request, from `cache_key`.
 
         Raises:
-            Failure: If the file cannot be read, the entry is no JSON object of numbers that are
-                finite as floats, or another process has the file locked for 30 seconds
+            ScoringFailure: If the file cannot be read, the entry is no JSON object of numbers that
+                are finite as floats, or another process has the file locked for 30 seconds
                 (`LOCK_TIMEOUT`).
         """
         try:
@@ -105,8 +105,8 @@ class Cache:
                 because `read` refuses an entry with others.
 
         Raises:
-            Failure: If the file cannot be written, e.g. on a full disk, or another process has it
-                locked for 30 seconds (`LOCK_TIMEOUT`).
+            ScoringFailure: If the file cannot be written, e.g. on a full disk, or another process
+                has it locked for 30 seconds (`LOCK_TIMEOUT`).
         """
         try:
             self._database.execute(
@@ -116,7 +116,7 @@ class Cache:
             raise self._failure(error) from None
 
     def _failure(self, error: Exception) -> ScoringFailure:
-        """Returns, and does not raise, a Failure for an error of the cache.
+        """Returns, and does not raise, a ScoringFailure for an error of the cache.
 
         Args:
             error: The error of the file or of SQLite. The message has its text, the path of the

@@ -78,8 +78,8 @@ class Answer:
                 has at least one entry. Further entries are ignored.
 
         Raises:
-            Failure: If it is no chat completion, or a log-probability is an integer beyond the
-                range of a float. The message has the first 200 bytes, cut to 80 characters.
+            ScoringFailure: If it is no chat completion, or a log-probability is an integer beyond
+                the range of a float. The message has the first 200 bytes, cut to 80 characters.
         """
         try:
             content = parse_json(body, number=float)
@@ -168,8 +168,8 @@ class Client:
             for them, and the fingerprint of the system.
 
         Raises:
-            Failure: If there is no answer before the deadline, a redirect, an error status after
-                the last attempt, an answer that is compressed or has more than 2**20 bytes
+            ScoringFailure: If there is no answer before the deadline, a redirect, an error status
+                after the last attempt, an answer that is compressed or has more than 2**20 bytes
                 (`MAX_ANSWER_BYTES`), or no chat completion. The message is one line, with "***" in
                 place of the key.
         """
@@ -202,15 +202,15 @@ class Client:
 
     @contextlib.contextmanager
     def _in_one_line(self) -> Iterator[None]:
-        """A context manager that turns errors of a request in the body into a Failure.
+        """A context manager that turns errors of a request in the body into a ScoringFailure.
 
         Yields:
             None.
 
         Raises:
-            Failure: In place of errors of the packages openai and httpx2, TimeoutError, ValueError
-                and a Failure of the body. The message is one line, with "***" in place of the API
-                key. Other errors pass unchanged.
+            ScoringFailure: In place of errors of the packages openai and httpx2, TimeoutError,
+                ValueError and a ScoringFailure of the body. The message is one line, with "***" in
+                place of the API key. Other errors pass unchanged.
         """
         try:
             yield
@@ -241,8 +241,8 @@ class _BoundedStream(httpx2.AsyncByteStream):
     """The body of an answer, read as it arrives, that is given up after 2**20 bytes
     (`MAX_ANSWER_BYTES`).
 
-    Iterating over it yields the parts of the body. It raises `Failure` instead of yielding the part
-    that exceeds the limit.
+    Iterating over it yields the parts of the body. It raises `ScoringFailure` instead of yielding
+    the part that exceeds the limit.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -257,8 +257,8 @@ class _BoundedStream(httpx2.AsyncByteStream):
         """Yields the parts of the body, as they arrive.
 
         Raises:
-            Failure: When the parts have more than 2**20 bytes (`MAX_ANSWER_BYTES`) together. The
-                part that goes beyond them is not yielded.
+            ScoringFailure: When the parts have more than 2**20 bytes (`MAX_ANSWER_BYTES`) together.
+                The part that goes beyond them is not yielded.
         """
         size = 0
         async for part in self._stream:
@@ -288,8 +288,8 @@ async def _bound_response(response: httpx2.Response) -> None:
         response: The response. Its stream is replaced by a `_BoundedStream`.
 
     Raises:
-        Failure: If the body is compressed (a content-encoding other than "identity"), which was
-            not asked for.
+        ScoringFailure: If the body is compressed (a content-encoding other than "identity"), which
+            was not asked for.
     """
     encoding = response.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":

@@ -69,8 +69,8 @@ def probe(judge: Judge) -> Support:
         score with this endpoint.
 
     Raises:
-        Failure: If no request got a chat completion, or a request failed otherwise than with a
-            status of 4xx. The message, one line, is that of the first failure. All requests
+        ScoringFailure: If no request got a chat completion, or a request failed otherwise than with
+            a status of 4xx. The message, one line, is that of the first failure. All requests
             together may take 120 seconds (`SECONDS`), and each the option `request_timeout`.
         RuntimeError: If an event loop runs in this thread.
     """

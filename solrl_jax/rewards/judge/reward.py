@@ -66,8 +66,8 @@ def judge(
         criterion.
 
     Raises:
-        Failure: If images could not be scored. Its `scores` are the arrays of the result, with NaN
-            for these images. Without scores if the cache cannot be opened.
+        ScoringFailure: If images could not be scored. Its `scores` are the arrays of the result,
+            with NaN for these images. Without scores if the cache cannot be opened.
         ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
             such text.
         InputError: If the cache's directory is a file, or there is no home directory for it.
@@ -114,8 +114,8 @@ def compare(
         either image has a non-finite value.
 
     Raises:
-        Failure: If pairs could not be compared. Its `scores` are {"reward": the preferences}, with
-            NaN for these pairs. Without scores if the cache cannot be opened.
+        ScoringFailure: If pairs could not be compared. Its `scores` are {"reward": the
+            preferences}, with NaN for these pairs. Without scores if the cache cannot be opened.
         ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
             such text.
         InputError: If the cache's directory is a file, or there is no home directory for it.
@@ -168,7 +168,7 @@ class Service:
             concurrency: The most requests at once, at least 1. Further ones wait.
 
         Raises:
-            Failure: If the cache cannot be opened.
+            ScoringFailure: If the cache cannot be opened.
             InputError: If its directory is a file, or there is no home directory for it.
             PermissionError: If a parent of its directory may not be searched.
         """
@@ -227,8 +227,8 @@ class Service:
             criteria, each criterion (`Judge.others`). NaN in rows that are None in `sent`.
 
         Raises:
-            Failure: If a request failed. Its `scores` are the arrays, with NaN in the rows that
-                failed, and its message is that of the first one.
+            ScoringFailure: If a request failed. Its `scores` are the arrays, with NaN in the rows
+                that failed, and its message is that of the first one.
             ValueError: If `sent` and `prompts` differ in length.
             Exception: The first other error of a request, after all requests have ended.
         """
@@ -262,12 +262,13 @@ class Service:
             prompts: The prompt of each row.
 
         Returns:
-            For each row, in order: its scores by name, the Failure of its request, or None if it is
+            For each row, in order: its scores by name, the ScoringFailure of its request, or None
+                if it is
             None in `sent`. Equal rows share one object.
 
         Raises:
             ValueError: If `sent` and `prompts` differ in length.
-            Exception: The first error of a request that is no Failure, after all have ended.
+            Exception: The first error of a request that is no ScoringFailure, after all have ended.
         """
         deadline = asyncio.get_running_loop().time() + REQUEST_TIME_FRACTION * seconds_left()
         tasks: dict[str, asyncio.Task[dict[str, float]]] = {}
@@ -311,8 +312,8 @@ class Service:
             criterion (`Judge.others`).
 
         Raises:
-            Failure: If the endpoint gives no answer or one without a score, or the cache cannot be
-                read or written.
+            ScoringFailure: If the endpoint gives no answer or one without a score, or the cache
+                cannot be read or written.
         """
         cached = None if self._cache is None else self._cache.read(key)
         if cached is not None and {"reward", *self._judge.others} <= cached.keys():
@@ -379,9 +380,9 @@ class Service:
             "reward" and, for a judge with several criteria, the scaled number of each criterion.
 
         Raises:
-            Failure: If the answer has no log-probabilities although the score needs them, its
-                accepted tokens (such as "yes" and "no") together have a probability below 0.05, or
-                its text is no JSON object with a number in its range for each criterion.
+            ScoringFailure: If the answer has no log-probabilities although the score needs them,
+                its accepted tokens (such as "yes" and "no") together have a probability below 0.05,
+                or its text is no JSON object with a number in its range for each criterion.
         """
         settings = self._judge.settings
         if settings.score == "json":
@@ -415,7 +416,7 @@ def _open_service(options: str, concurrency: int) -> Service:
         concurrency: The most requests at once, at least 1.
 
     Raises:
-        Failure: If the cache cannot be opened.
+        ScoringFailure: If the cache cannot be opened.
         InputError: If its directory is a file, or there is no home directory for it.
         PermissionError: If a parent of its directory may not be searched.
         ValueError: If `options` is no such text.

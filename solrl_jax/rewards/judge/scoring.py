@@ -41,7 +41,7 @@ def score_digits(tokens: Tokens, low: int, high: int) -> float:
         high: The highest digit, at most 9.
 
     Raises:
-        Failure: If these digits together have a probability below 0.05 (`LEAST_MASS`).
+        ScoringFailure: If these digits together have a probability below 0.05 (`LEAST_MASS`).
     """
     digits = range(low, high + 1)
     mass = _word_probabilities(tokens, [str(digit) for digit in digits])
@@ -58,7 +58,7 @@ def score_yes(tokens: Tokens) -> float:
             equal are added. A word that is not among them has the probability 0.
 
     Raises:
-        Failure: If the two words together have a probability below 0.05 (`LEAST_MASS`).
+        ScoringFailure: If the two words together have a probability below 0.05 (`LEAST_MASS`).
     """
     mass = _word_probabilities(tokens, ["yes", "no"])
     return mass["yes"] / (mass["yes"] + mass["no"])
@@ -77,7 +77,7 @@ def score_preference(tokens: Tokens) -> float:
             equal are added. A letter that is not among them has the probability 0.
 
     Raises:
-        Failure: If the two letters together have a probability below 0.05 (`LEAST_MASS`).
+        ScoringFailure: If the two letters together have a probability below 0.05 (`LEAST_MASS`).
     """
     mass = _word_probabilities(tokens, ["a", "b"])
     return mass["a"] / (mass["a"] + mass["b"])
@@ -98,8 +98,8 @@ def score_json(text: str, criteria: Mapping[str, tuple[float, float]]) -> dict[s
         its name.
 
     Raises:
-        Failure: If the text is no such JSON (`storage.readers.parse_json`), a criterion is missing
-            or no number (true and "3" are none), or a number is outside its range.
+        ScoringFailure: If the text is no such JSON (`storage.readers.parse_json`), a criterion is
+            missing or no number (true and "3" are none), or a number is outside its range.
     """
     try:
         value = parse_json(_without_fence(text))
@@ -153,8 +153,8 @@ def _word_probabilities(tokens: Tokens, words: list[str]) -> dict[str, float]:
         The probability of each word, by the word; 0 for one without a token.
 
     Raises:
-        Failure: If the words together have a probability below 0.05 (`LEAST_MASS`), so that the
-            answer says nothing. The message has the most probable token, the words and this
+        ScoringFailure: If the words together have a probability below 0.05 (`LEAST_MASS`), so that
+            the answer says nothing. The message has the most probable token, the words and this
             probability.
     """
     mass = dict.fromkeys(words, 0.0)
