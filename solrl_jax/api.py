@@ -52,11 +52,12 @@ def load(preset: str, *overrides: str) -> Experiment:
     Loads the weights onto the devices, after downloading models, rewards and prompt sets whose
     newest revision the hub's cache lacks (without a network, the cache must have one). Imports the
     rewards and objectives `module:function` that the configuration names, with the working
-    directory appended to `sys.path`. Starts the worker processes of rewards outside of JAX, which
-    score a gray image. Writes no run directory. Warns (UserWarning) about settings that were chosen
-    or reduced automatically, and if the objective trains on reward gradients while
-    `reward.eval_only` is empty. With several processes (`parallel.hosts.initialize`), all must call
-    it with the same arguments.
+    directory appended to `sys.path`. Tries rewards outside of JAX with a gray image, for which it
+    starts their worker processes (they end with this process) and sends requests to judges and
+    services. Writes no run directory. Warns (UserWarning) about the settings that "mesh=auto"
+    chose, about numbers of prompts that were reduced to those that there are, and if the objective
+    trains on reward gradients while `reward.eval_only` is empty. With several processes
+    (`parallel.hosts.initialize`), all must call it with the same arguments.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
@@ -116,8 +117,8 @@ def open_policy(
 
     Args:
         target: A run directory, which may be in an object store (gs:// or s3://); the name of a
-            preset; or a model, that is a directory in the layout of diffusers or "embedded:NAME".
-            The first of these that applies counts. `~` is expanded.
+            preset; or a model, that is a directory in the layout of diffusers or "embedded:NAME",
+            a small one in this package. The first of these that applies counts. `~` is expanded.
         *overrides: Settings that differ, as `key=value`, but not "mesh=auto". Those of a run may
             not change which parameters are trained.
         preset: If `target` is a model: the preset that gives prompts, reward and sampler. None:
@@ -138,7 +139,8 @@ def open_policy(
     Raises:
         ConfigError: If the configuration or an override is invalid.
         InputError: If `target`, `checkpoint` or a file cannot be used, if a run needs `trust`, or
-            if the sizes are estimated to need more memory than the devices have.
+            if latents, images and trained parameters are estimated to need more memory than the
+            devices have.
         RunError: If the checkpoint is damaged, or a reward outside of JAX fails on its trial image.
         ValueError: If `target` begins with the `~USER` of a user that does not exist, or a pattern
             in `train.parameters` or `lora.target_modules` matches no parameter of the model.
@@ -197,7 +199,8 @@ def train(
     processes, all must call it with the same arguments.
 
     In the main thread, the first Ctrl-C or SIGTERM stops training after the current batch (with
-    several processes, after the current phase); a second one ends the process with exit code 130.
+    several processes, after the current phase, e.g. all of exploration); a second one ends the
+    process with exit code 130.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
@@ -205,7 +208,8 @@ def train(
             "mesh=auto" chooses the mesh, the gradient checkpointing and the batch sizes for the
             devices of this host, where no other override sets them.
         profile: Numbers of iterations, from 1 to `train.iterations`, during which a trace for
-            TensorBoard is written. One that is complete already is an InputError.
+            TensorBoard is written to `profile/` in the run directory. One that is complete already
+            is an InputError.
         html_report: Whether to keep a page `report.html` in the run directory up to date.
         force: Whether to go on in three cases that are an InputError otherwise: input files have
             changed since the last checkpoint, the run is estimated to need more memory than there
@@ -224,7 +228,8 @@ def train(
         TrainingInterrupted: If it was interrupted. A KeyboardInterrupt.
         ConfigError: If the preset or an override is invalid.
         InputError: If the run directory or an input file cannot be used, or the directory holds
-            another run, or another process uses it.
+            another run (with other settings that the trained parameters depend on), or another
+            process uses it.
         RunError: If the run fails, for example because the disk is full, a reward fails, or
             training diverges (`Diverged`). The last complete iteration is then saved, except after
             `Diverged`.
@@ -288,11 +293,13 @@ def rank(
         these are means over the prompts for which they are defined: "spearman" and "kendall" (rank
         correlations of proxy and true rewards); "top_k_match" (the share of the 4 truly best
         candidates among the h best by proxy), "bottom_k_match" (the same for the worst);
-        "top_k_regret" (what the missed candidates cost in reward, as a share of the range of true
-        rewards); "true_rank_best" and "true_rank_worst" (the mean true rank, 1 for the best, of the
-        h best and worst by proxy), and "perfect_rank_best" and "perfect_rank_worst" (the same for a
-        perfect proxy). "per_prompt" is a list of the figures of each prompt but those of a perfect
-        proxy, with its text as "prompt". An undefined figure is NaN.
+        "top_k_regret" (the mean true reward of the 4 truly best, less that of the 4 truly best
+        among the h best by proxy, as a share of the range of true rewards; if h is below 4, the
+        smallest true reward stands in for the others); "true_rank_best" and "true_rank_worst" (the
+        mean true rank, 1 for the best, of the h best and worst by proxy), and "perfect_rank_best"
+        and "perfect_rank_worst" (the same for a perfect proxy). "per_prompt" is a list of the
+        figures of each prompt but those of a perfect proxy, with its text as "prompt". An undefined
+        figure is NaN.
 
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, an entry of a list or
@@ -362,9 +369,9 @@ def generate(
 
     Args:
         model: A run directory, which may be in an object store (gs:// or s3://), a directory in the
-            layout of diffusers, "embedded:NAME", or OWNER/NAME of a repository on the hub, whose
-            newest revision is downloaded if the cache lacks it (without a network, the newest one
-            in the cache is used). `~` is expanded.
+            layout of diffusers, "embedded:NAME" (a small model in this package), or OWNER/NAME of a
+            repository on the hub, whose newest revision is downloaded if the cache lacks it
+            (without a network, the newest one in the cache is used). `~` is expanded.
         prompts: The prompts, at least one, or a single one as text. A prompt may be empty; it has
             at most 20,000 characters and no control characters.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation; 10 for
@@ -456,8 +463,8 @@ def generate_with_latents(
         A `Generation`: `images`, float32 [N, height, width, 3] in [0, 1], or clips, [N, frames,
         height, width, 3]; `latents`, the initial noise, float32 [N, C, h, w], or [N, C, t, h, w]
         for clips, for `generate` or a pipeline of diffusers (FLUX.1's takes it packed);
-        `num_steps`; `precision`, a description of the number format; and `frames_per_second` of
-        clips.
+        `num_steps`; `precision`, a description of the number format; and `frames_per_second`, an
+        int that has no meaning for images.
 
     Raises:
         InputError: If an argument is unknown or cannot be used, or the images need more memory than
@@ -550,16 +557,18 @@ def export(
         dry_run: Whether to write the folder without uploading it. Only with `hub`.
 
     Returns:
-        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file: with
-        `fold_alpha`, alpha is the rank). For parameters trained in full also "trained_in_full"
-        (their number of arrays). With `hub` also "folder" (the absolute path of the uploaded
-        folder) and, unless `dry_run`, "url" (the address of the repository).
+        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (those of the run's
+        settings, also without adapters; with `fold_alpha`, alpha is the rank, as in the file). For
+        parameters trained in full also "trained_in_full" (their number of arrays). With `hub` also
+        "folder" (the absolute path of the uploaded folder) and, unless `dry_run`, "url" (the
+        address of the repository).
 
     Raises:
         InputError: If `run` has no such checkpoint, `out` cannot be written or exists without
             `force`, an option does not suit the run or the other options, the parameters are not
-            finite in `dtype` or change nothing, the user is not logged in to the hub or it cannot
-            be reached, or a run in an object store is to be uploaded.
+            finite in `dtype`, the adapters change nothing (every product B A is 0), the user is not
+            logged in to the hub or it cannot be reached, or a run in an object store is to be
+            uploaded.
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, the disk refuses, or the upload fails (the folder is
             then complete).
@@ -642,14 +651,14 @@ def _export_files(
         force: Whether existing files may be replaced.
 
     Returns:
-        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (as in the file: with
-        `fold_alpha`, alpha is the rank), and for parameters trained in full "trained_in_full"
-        (their number of arrays).
+        A dictionary: "iteration" (of the checkpoint), "rank" and "alpha" (those of the run's
+        settings, also without adapters; with `fold_alpha`, alpha is the rank, as in the file), and
+        for parameters trained in full "trained_in_full" (their number of arrays).
 
     Raises:
         InputError: If `run` has no such checkpoint, `out` cannot be written or exists without
-            `force`, an option does not suit the run, or the parameters are not finite in `dtype` or
-            change nothing.
+            `force`, an option does not suit the run, the parameters are not finite in `dtype`, or
+            the adapters change nothing (every product B A is 0).
         ConfigError: If the configuration of the run is invalid.
         RunError: If the checkpoint is damaged, or the disk refuses.
     """
@@ -718,7 +727,7 @@ def export_lora(
 
     Raises:
         InputError: If `path` or `form` cannot be used, or if the adapters do not fit the network,
-            are not finite, change nothing, or are not all LoRA adapters.
+            are not finite, change nothing (every product B A is 0), or are not all LoRA adapters.
         RunError: If the disk refuses.
     """
     if form not in ("diffusers", "peft"):
@@ -763,9 +772,10 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
 
     Returns:
         (adapters, settings). The adapters, float32, by the path of their linear layer: {"a": [...,
-        in, rank], "b": [..., rank, out]}. The settings are their rank and alpha, where a layer
-        without an alpha has its rank as alpha. If the layers of the file differ in these, all get
-        the largest rank, alpha equals it, and B is scaled so that the effect stays the same.
+        in, rank], "b": [..., rank, out]}, with zeros for layers of a stack that the file lacks. The
+        settings are their rank and alpha, where a layer without an alpha has its rank as alpha. If
+        the layers of the file differ in these, all are padded with zeros to the largest rank, alpha
+        equals it, and B is scaled so that the effect stays the same.
 
     Raises:
         InputError: If the file cannot be read, does not fit the model, is not finite, or has parts

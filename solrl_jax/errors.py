@@ -90,9 +90,9 @@ def in_one_line(make_message: Callable[[str], str] = str) -> Iterator[None]:
     """Turns errors in the body about the content of files into an InputError of one line. A context
     manager and decorator.
 
-    It converts OSError (thus also StoreError), ValueError (thus also InputError and ConfigError),
-    LookupError, TypeError, AttributeError, ArithmeticError and RecursionError. Other errors, such
-    as any other RunError, pass unchanged.
+    It converts OSError (thus also `storage.stores.StoreError`, which is a RunError), ValueError
+    (thus also InputError and ConfigError), LookupError, TypeError, AttributeError, ArithmeticError
+    and RecursionError. Other errors, such as any other RunError, pass unchanged.
 
     Args:
         make_message: A function that returns the message for the user, given the error's own

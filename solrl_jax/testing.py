@@ -96,8 +96,8 @@ def assert_top_k_regret(
     The regret of a prompt is the mean true reward of its `top_k` truly best candidates, less the
     mean true reward of the `top_k` truly best among the `within` best by proxy reward, divided by
     the range of the prompt's true rewards. It is 0 if exploration finds candidates that are just as
-    good. Rewards that are not finite are left out; where fewer than `top_k` of the `within` best
-    are left, the smallest true reward stands in.
+    good, or if all true rewards are equal. Rewards that are not finite are left out; where fewer
+    than `top_k` of the `within` best are left, the smallest true reward stands in.
 
     Args:
         proxy: The rewards of the candidates in exploration, [prompts, candidates].

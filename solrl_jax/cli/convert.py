@@ -115,8 +115,8 @@ def describe(summary: Mapping[str, Any]) -> str:
             "bytes" and, for SANA, "parameters", "ffn", "ignored" and "config".
 
     Returns:
-        Up to four lines: the key that the tensors were under, the entries that were left out, the
-        SANA network, and the number and size of the tensors with the path.
+        Up to four lines: the key that the tensors were under, the entries that were left out (also
+        "ignored"), the SANA network, and the number and size of the tensors with the path.
     """
     lines = [f"took {summary['took']}"] if summary["took"] else []
     left_out = [*summary["left_out"], *summary.get("ignored", [])]
@@ -457,8 +457,8 @@ def _check_directory(out: Path, names: set[str]) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copies a file, and creates the directories above the copy.
 
-    A safetensors file becomes a hard link where possible, which takes no space. Any other file is
-    synced to the disk.
+    A safetensors file becomes a hard link where possible, which takes no space. Otherwise the
+    content is copied, and synced to the disk.
 
     Args:
         source: The file to copy.
@@ -483,7 +483,7 @@ def _write(path: Path, tensors: Tensors) -> None:
     Args:
         path: The file to write. An existing one is replaced.
         tensors: PyTorch tensors on the CPU, by the names that they get in the file. They may share
-            memory.
+            memory. Those that are not contiguous are first copied in memory, all of them at once.
 
     Raises:
         RunError: If the file cannot be written to the disk.

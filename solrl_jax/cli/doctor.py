@@ -274,10 +274,11 @@ def _reward_names(config: Config) -> list[str]:
 
 
 def _probe_judge(name: str, config: Config) -> str:
-    """Tests a judge, a vision-language model behind an HTTP endpoint, with a request for an image.
+    """Tests a judge, a vision-language model behind an HTTP endpoint, with a request for a gray
+    image.
 
-    While the endpoint refuses it, it is sent again without the seed, the log-probabilities, the
-    JSON schema or the images, one at a time, and at last without all of them.
+    While the endpoint refuses it, it is sent again with one thing left out (first the seed, then
+    the log-probabilities, the JSON schema and the images), and at last without all of them.
 
     Args:
         name: The name of the judge as a reward: "judge" or "judge-NAME".
@@ -288,7 +289,7 @@ def _probe_judge(name: str, config: Config) -> str:
 
     Raises:
         InputError: If the options are invalid, a package is missing, the endpoint does not answer,
-            or it lacks a feature that scoring needs.
+            it refuses the complete request, or the answer cannot be turned into a score.
     """
     options = config.reward.options.get(name, {})
     open_judge_reward(name, options, config.reward.workers)
@@ -335,8 +336,8 @@ def proposal(config: Config) -> dict[str, Any]:
 
 
 def check_sizes(config: Config) -> dict[str, int]:
-    """Computes the sizes of a model's parts, and checks that no single array of training is larger
-    than this machine's memory.
+    """Computes the sizes of a model's parts, and checks that no single array of training, such as
+    the latents of all candidates, is larger than the memory of this host or of a device.
 
     No weights are needed. JAX's backend is started.
 

@@ -53,11 +53,12 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 def fill_cache(
     config: Config, progress: Callable[[int], None] = lambda prompts: None
 ) -> dict[str, Any]:
-    """Encodes all training and test prompts of a configuration, and keeps them in its cache.
+    """Encodes all training and test prompts of a configuration, each after its `model.instruction`,
+    and keeps them in its cache.
 
-    Also encodes the empty prompt, which guidance needs. Prompts that are in the cache are not
-    encoded again. Of the model, only the text encoders are loaded; it is downloaded if necessary,
-    and so are prompt sets of the hub.
+    Also encodes the empty prompt, which guidance needs, without the instruction. Prompts that are
+    in the cache with this instruction are not encoded again. Of the model, only the text encoders
+    are loaded; it is downloaded if necessary, and so are prompt sets of the hub.
 
     Args:
         config: The configuration. `model.prompt_cache_dir` names the directory of the cache.
@@ -66,12 +67,12 @@ def fill_cache(
 
     Returns:
         A dict: "cache" (the directory as text), "prompts" (the number of distinct prompts, with the
-        empty one), "encoded" (how many of them were not in the cache) and "bytes_each" (the size of
-        one encoded prompt in bytes).
+        empty one), "encoded" (how many of them were not in the cache) and "bytes_each" (the bytes
+        of the arrays of one encoded prompt).
 
     Raises:
         InputError: If `model.prompt_cache_dir` is None, or the model, a file or the cache cannot be
-            used.
+            used, or the model takes no instruction and there is one.
         RunError: If an encoded prompt cannot be written to the disk.
     """
     prompts = list(

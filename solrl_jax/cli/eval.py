@@ -105,7 +105,9 @@ def command(
             an iteration.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
         force: Whether an existing `gallery` is replaced.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        as_json: Whether to print one line of JSON in place of text: "target", "iteration", "images"
+            (their number), "setting", "means" and "standard_errors" (by score); with `paired` also
+            "other" and "differences" (by score, the gain and half of its 95 % interval).
 
     Raises:
         ConfigError: If the configuration or an override is invalid.

@@ -64,7 +64,8 @@ class Commands(click.Group):
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Returns the names of all commands, without importing their modules.
+        """Returns the names of all commands in the order of the help text, without importing their
+        modules.
 
         Args:
             ctx: The context of click. Not read.
@@ -299,8 +300,8 @@ def describe_failure(error: BaseException) -> tuple[str, int]:
 def fail(message: str, code: int) -> NoReturn:
     """Prints an error and ends the process.
 
-    The message is one line on standard error. If the command line contains `--json`, a JSON object
-    with "error" and "exit_code" is also printed on standard output.
+    The message is one line on standard error, after "solrl: ". If the command line contains
+    `--json`, a JSON object with "error" and "exit_code" is also printed on standard output.
 
     Args:
         message: The message. It is brought into one line and cut to 10,000 characters

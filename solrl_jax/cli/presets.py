@@ -42,7 +42,8 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
             they are on the hub and not in its cache. None: all presets are listed.
         show_all: Whether settings without effect are shown too. Only with `show`.
         overrides: Settings that differ, as `key=value`. Only with `show`.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        as_json: Whether to print one line of JSON in place of text: "presets" (`preset_rows`); with
+            `show` "preset", "settings" and the result of `describe_prompts`.
 
     Raises:
         ConfigError: If the preset or an override is invalid.

@@ -93,7 +93,8 @@ def command(
         trust: Whether to use rewards and objectives outside the package that a run directory names.
         force: Whether an existing `rank.json` is replaced. Without `out`, one that this command
             wrote is replaced in any case.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        as_json: Whether to print one line of JSON in place of text: "out", "formats" (how the
+            device computes each) and "settings" (the results without the figures of each prompt).
 
     Raises:
         ConfigError: If the configuration, an override or a set of options is invalid.

@@ -75,15 +75,16 @@ def command(
         overrides: Settings that differ, as `key=value`. "mesh=auto" chooses the mesh, the gradient
             checkpointing and the batch sizes for this machine. "run.dir=PATH" is the run directory,
             by default `runs/PRESET-FAMILY-seedSEED`.
-        profile: The numbers of the iterations to trace, from 1; empty: none.
+        profile: The numbers of the iterations to trace, from 1 to `train.iterations`; empty: none.
+            Traces are written to the folder `profile` in the run directory.
         html_report: Whether `report.html` in the run directory is kept up to date.
         force: Whether to continue with input files that changed, with sizes that seem too large for
             memory, and to replace a foreign `report.html`.
         as_json: Whether to print the result as one line of JSON in place of text. Of several
             processes, only the first prints it.
-        **processes: "hosts" (the number of processes as text, or "auto"), "host" (the number of
-            this process, from 0) and "coordinator" (HOST:PORT of the first process); all None for a
-            single process.
+        **processes: "hosts" (the number of processes as text, or "auto"; None for a single one);
+            and, only and always with a number, "host" (the number of this process, from 0) and
+            "coordinator" (HOST:PORT of the first process).
 
     Raises:
         ConfigError: If the preset or an override is invalid.
@@ -114,8 +115,8 @@ def command(
 
 
 def closing(summary: dict[str, Any], html_report: bool) -> str:
-    """Returns the lines that `solrl train` ends with: what was gained, the report, and the next
-    commands.
+    """Returns the lines that `solrl train` ends with: what was gained, the report, and the commands
+    that generate images and export the policy.
 
     Args:
         summary: The result of `api.train`: a dict, of which "run" (the directory), "before" and
@@ -144,10 +145,13 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
 def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Describes by how much training changed the scores of the held-out prompts.
 
-    A change of at most two standard errors is followed by "which may be chance".
+    A change of at most two standard errors (the root of the sum of both squares) is followed by
+    "which may be chance".
 
     Args:
-        before: The metrics of the evaluation before training, by name.
+        before: The metrics of the evaluation before training, by name. The mean reward is
+            "eval/reward", and each standard error is under the key of its score followed by
+            "/standard_error" (0 without it).
         after: The metrics of the last evaluation, by name. Its scores of strict success are those
             under keys that end in "/strict".
 

@@ -33,7 +33,8 @@ def part_files(part: str) -> list[str]:
 
 
 def preset_files() -> list[str]:
-    """Returns the names of the presets that have a YAML file in `solrl_jax/configs/`, sorted.
+    """Returns the names of the presets that have a YAML file directly in `solrl_jax/configs/`,
+    sorted.
 
     All other presets are combinations of a model, a family and a reward.
     """

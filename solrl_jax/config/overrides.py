@@ -87,8 +87,8 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
 
     Returns:
         The settings, the chosen files, and a message for each override that cannot be used. A
-        function, URL or entry point becomes a setting, which other overrides of the same field win
-        over.
+        function, URL or entry point becomes a setting (`algorithm.objective`, or `reward.weights`
+        with the weight 1), which all other overrides of this field win over.
     """
     parsed = Overrides()
     plugins: dict[str, str] = {}  # the last choice for "reward" and "objective", if that is no file

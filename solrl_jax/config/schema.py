@@ -204,8 +204,9 @@ class Explore(Section):
         num_steps: The number of solver steps, 1 to `rollout.num_steps`. It must equal that number
             if `rollout.regenerate` is False.
         sigmas: The noise levels of the steps. "default": the schedule `rollout.schedule` with
-            `num_steps` steps. "first": half of the steps are the first ones of the schedule with
-            `rollout.num_steps` steps, and the other half divides the rest.
+            `num_steps` steps. "first": half of the steps (rounded down) are the first ones of the
+            schedule with `rollout.num_steps` steps; the others divide the rest, and their solver
+            coefficients are fitted to samples of the base model.
         exact_steps: The number of steps at the beginning that run in `rollout.precision` instead,
             at least 0 and less than `num_steps`. Where they are the first steps of the
             regeneration too and add no noise, it starts after them (`rl.explore.continuation`).
@@ -216,8 +217,9 @@ class Explore(Section):
         min_rank_correlation: The smallest accepted Spearman correlation between the rewards of the
             kept samples in exploration and after regeneration, from -1 to 1. If the median of the
             last 3 iterations is below it, the run explores with all steps, and then in finer
-            formats; it tries to go back after 10 good iterations. None: nothing is changed. It
-            needs `rollout.regenerate`, and `reward` None.
+            formats; it tries to go back after 10 good iterations, and after twice as many each time
+            that this fails. None: nothing is changed. It needs `rollout.regenerate`, and `reward`
+            None.
         reward: Weights of other scores that rank the candidates, by name, for the case that those
             in `reward.weights` are too slow or too expensive for all candidates. The kept ones are
             scored by `reward.weights` in any case. None: `reward.weights` ranks the candidates. It
@@ -456,8 +458,9 @@ class Reward(Section):
         weights: The weight of each score by its name, at least one. Weights may be negative.
         paths: Directories or hub repositories of released reward models, by the name of the reward,
             or of a part of it such as "pickscore/tokenizer". Without an entry, it is the released
-            repository, or a file in `weights/` that `solrl convert` makes from a released pickle.
-            Repositories are downloaded unless they are in the hub's cache.
+            repository, or a file in the working directory's folder `weights` that `solrl convert`
+            makes from a released pickle. Repositories are downloaded unless they are in the hub's
+            cache.
         options: Keyword arguments of functions and of rewards outside JAX, by the name of the
             reward, e.g. {"ocr": {"threads": 2}}.
         eval_only: Names of scores that evaluations also compute, but that are not trained on. They
@@ -570,8 +573,8 @@ class Algorithm(Section):
         decay_type: How slowly the old policy follows the trained one. 0: at once. 1: its decay rate
             grows by 0.001 per optimizer step up to 0.5. 2: it is 0 up to step 75 and then grows by
             0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
-        ema_decay: The decay rate of the EMA (an exponential moving average of the policy), at
-            least 0 and below 1.
+        ema_decay: The decay rate of the EMA (an exponential moving average of the policy) per
+            optimizer step, at least 0 and below 1. At step t it is at most (1 + t) / (10 + t).
 
     Raises:
         ConfigError: If `kl_fraction` is below 1 with dpo or a function of yours.
@@ -698,9 +701,10 @@ class Prompts(Section):
     """The prompt sets.
 
     A set is one of these: a text file with one prompt per line; a .json, .jsonl, .csv, .tsv or
-    .parquet file, with "FILE:COLUMN" to name the column of the prompts; "embedded:NAME" for a set
-    of this package; or "hub:OWNER/DATASET" for a data set on the Hugging Face Hub, which ":SPLIT"
-    and ":COLUMN" may follow. Relative paths start at the working directory.
+    .parquet file, with "FILE:COLUMN" to name the column of the prompts if it is not "prompt",
+    "caption" or "text"; "embedded:NAME" for a set of this package; or "hub:OWNER/DATASET" for a
+    data set on the Hugging Face Hub, which ":SPLIT" and ":COLUMN" may follow. A repeated prompt
+    counts once. Relative paths start at the working directory.
 
     Attributes:
         train: The prompts to train on.
@@ -767,7 +771,8 @@ class Mesh(Section):
 
     Attributes:
         data: The number of devices along the axis whose devices have different samples and the same
-            parameters. At least 1, or -1 for all devices that the other axes leave.
+            parameters. At least 1 (devices that the mesh does not need stay unused), or -1 for all
+            devices that the other axes leave.
         fsdp: The number of devices along the axis whose devices have different samples and share
             the parameters (fully sharded data parallelism), at least 1.
         tensor: The number of devices along the axis whose devices share each matmul (tensor
@@ -807,7 +812,7 @@ class Run(Section):
         keep_best: The number of checkpoints with the best reward in evaluations that are kept in
             addition, at least 0. Above 0, every evaluation saves a checkpoint.
         tensorboard: Whether metrics are also written for TensorBoard.
-        wandb: Whether metrics are also sent to Weights & Biases.
+        wandb: Whether metrics are also sent to Weights & Biases, to the project "solrl_jax".
     """
 
     dir: Annotated[str, AfterValidator(expand_home), AfterValidator(check_run_dir)] = ""
@@ -927,7 +932,9 @@ class Config(Section):
         the part of each device would be rounded before they are added.
 
         Raises:
-            ConfigError: If `mesh.sequence` is above 1 while parameters are trained in full in BF16.
+            ConfigError: If `mesh.sequence` is above 1 while `train.parameters` trains parameters in
+                full in BF16. Those of "mhla" do not count: SANA refuses it with sequence
+                parallelism.
         """
         in_full = self.train.parameters != "adapters"
         if self.mesh.sequence > 1 and in_full and self.rollout.precision == "bf16":

@@ -53,8 +53,9 @@ class Reference(NamedTuple):
     Attributes:
         repository: The data set, OWNER/DATASET.
         split: The name of the split; None: "train" if there is one, else the only split.
-        column: The column of the prompts, or the key in JSON objects; None: the first of "prompt",
-            "Prompt", "Prompts", "caption" and "text" that a file has. No effect for text files.
+        column: The column of the prompts, or the key in JSON objects; None: for each file, the
+            first of "prompt", "Prompt", "Prompts", "caption" and "text" that it has. No effect for
+            text files.
     """
 
     repository: str
@@ -102,7 +103,7 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
         InputError: If the data set or the split does not exist or has no files of prompts, no split
             is named although there are several and none is "train", files of a numbered series are
             missing, files are neither on the hub nor in the cache, or they have more than 4 GiB
-            together.
+            together, which is checked before they are downloaded.
     """
     name = reference.repository
     sizes = _list_files(name, where)
@@ -131,11 +132,11 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     data set, such as dataset_infos.json (`METADATA_FILES`).
 
     If the data set's card declares its files by split (`configs` with `data_files`), the declared
-    patterns decide; splits without a matching file are left out. Otherwise the names of the files
-    of the most frequent format decide (of equally frequent ones, the first in `DATA_ENDINGS`), and
-    files of other formats are left out. "NAME-00000-of-00002.parquet" belongs to the split NAME,
-    and another file to the split that its path mentions, e.g. "val" for "validation". If no file
-    mentions a split, all belong to "train"; if only some do, the others are left out.
+    patterns decide; splits without a matching file are left out. Otherwise only the files with the
+    most frequent ending count (of equally frequent ones, the first in `DATA_ENDINGS`; ".json" and
+    ".jsonl" are two), and their names decide. "NAME-00000-of-00002.parquet" belongs to the split
+    NAME, and another file to the split that its path mentions, e.g. "val" for "validation". If no
+    file mentions a split, all belong to "train"; if only some do, the others are left out.
 
     Args:
         files: The paths of all files of the repository, with "/" between the parts.
@@ -192,9 +193,9 @@ def _compile(pattern: str) -> re.Pattern[str]:
 def _split_of(file: str) -> str | None:
     """Returns the split that the path of a file mentions, or None if it mentions none.
 
-    For "NAME-00000-of-00002.ENDING" it is NAME. Otherwise the path is split into words, and the
-    last one in `SPLIT_WORDS` decides, in any case of letters; "val" and "dev", for instance, stand
-    for "validation".
+    For "FOLDER/NAME-00000-of-00002.ENDING" it is NAME. Otherwise the last word of the path that is
+    in `SPLIT_WORDS` decides, in any case of letters; "val" and "dev", for instance, stand for
+    "validation". A word is a run of letters and digits, so "train2" mentions no split.
 
     Args:
         file: The path in the repository, folders included.
@@ -211,8 +212,9 @@ def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
 
     A card has a list `configs`. Only one of its entries with `data_files` is read: the first with
     `default: true` or the name "default", or else the first. Its `data_files` is an object of
-    patterns by split, a list of objects with "split" and "path", or a text or list of texts, whose
-    files belong to "train". Entries of other forms are left out.
+    patterns by split, a list of objects with "split" and "path" (the patterns), or patterns alone,
+    whose files belong to "train". Patterns are a text or a list of texts. Entries of other forms
+    are left out.
 
     Args:
         card: The metadata of the card by name. Only "configs" is read.

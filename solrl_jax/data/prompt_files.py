@@ -70,7 +70,7 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
 
     Returns:
         The rows in the order of the file, without blank lines and with repetitions; [] for a file
-        without prompts.
+        without prompts. (A blank .json file raises instead.)
 
     Raises:
         InputError: If the file cannot be read in this format, has no column with prompts, has a row
@@ -178,7 +178,8 @@ def _is_json(text: str) -> bool:
 def _read_json(text: str, column: str | None, where: str) -> list[Row]:
     """Reads the text of a .json file.
 
-    It may be a list of texts or objects, a single object, or one object per line (JSON lines).
+    It may be a list of texts or objects, a single object, or JSON lines of which the first is an
+    object.
 
     Args:
         text: The content of the file.
@@ -386,7 +387,8 @@ def _is_json_type(kind: Any) -> bool:
     """Returns whether JSON has the values of a column of a Parquet file.
 
     It has text, numbers, booleans and nulls, and lists and structs of them, but not, for instance,
-    dates and binary data. Decimals and lists of a fixed size count as types that it does not have.
+    dates and binary data. Decimals, maps and lists of a fixed size count as types that it does not
+    have, and a dictionary-encoded column counts as the type of its values.
 
     Args:
         kind: The type of the column, a `pyarrow.DataType`.

@@ -29,7 +29,7 @@ class Prompt(str):
 
     Attributes:
         metadata: What the prompt file says about the prompt beside its text: values of JSON by the
-            name of the column or key. An empty mapping if there is nothing.
+            name of the column or key. An empty mapping if `Prompt(text, metadata)` got none.
     """
 
     metadata: Mapping[str, Any]
@@ -150,8 +150,9 @@ def _hub_prompts(path: str, where: str) -> list[Prompt]:
 def check_text(text: T, where: str) -> T:
     """Returns `text` itself if it can be used as a prompt.
 
-    Control characters are refused, because prompts are printed and a terminal would obey them.
-    Those that are white space, such as tabs and line feeds, are accepted, and so is an empty text.
+    Control characters (Unicode category Cc) are refused, because prompts are printed and a terminal
+    would obey them. Those that are white space, such as tabs and line feeds, are accepted, and so
+    is an empty text.
 
     Args:
         text: A prompt or an instruction.

@@ -95,8 +95,8 @@ def read_scheduler(
         tokens: Number of image tokens of one latent, from which `mu` follows. Read only for
             `use_dynamic_shifting`.
         pipeline_sigmas: What the pipeline gives its Euler scheduler. True, as FLUX does: the sigmas
-            `linspace(1, 1/n, n)`, which are then shifted. False: the number of steps alone, from
-            which the scheduler makes the sigmas. Other schedulers ignore it.
+            `linspace(1, 1/steps, steps)`, which are then shifted. False: the number of steps alone,
+            from which the scheduler makes the sigmas (`sigmas.sd3`). Other schedulers ignore it.
         mu: (steps, tokens) -> the logarithm of the shift of the sigmas, for configurations with
             `use_dynamic_shifting`. None: the formula of FLUX.1 (`sigmas.flux_mu`), and a
             configuration with other constants of that formula is refused. With a function, these
@@ -105,9 +105,9 @@ def read_scheduler(
     Returns:
         A tuple of three arrays:
 
-        * The `steps` + 1 sigmas, float64, decreasing from 1 (or just below) to 0. For the Euler
-          scheduler they are stretched so that the last one before 0 is `shift_terminal`, if that is
-          above 0 and there are at least two steps.
+        * The `steps` + 1 sigmas, float64, decreasing from 1 (for the multistep schedulers from just
+          below) to 0. For the Euler scheduler they are stretched so that the last one before 0 is
+          `shift_terminal`, if that is above 0 and there are at least two steps.
         * The timestep that the network is given at each step, float64 [steps]: 1000 times the
           sigma, rounded down to an integer except for FlowMatchEulerDiscreteScheduler.
         * The coefficients (a, b, c, d, e) of each step, float32 [steps, 5], in `x_next = a x + b
@@ -198,8 +198,8 @@ def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple
     """Checks the settings of a scheduler against the values that this package supports.
 
     An absent setting has its default and is accepted. The exceptions are `use_flow_sigmas` and
-    `prediction_type` of the two multistep schedulers (`DPM` and `UNIPC`), whose defaults are not
-    for flow models.
+    `prediction_type` of the two multistep schedulers, whose defaults are not for flow models;
+    these are the schedulers with `use_flow_sigmas` in `settings` (`DPM` and `UNIPC`).
 
     Args:
         kind: The name of the scheduler's class, for the message.

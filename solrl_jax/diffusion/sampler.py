@@ -50,8 +50,8 @@ def trajectory(
 
     Each step computes `x_next = a x + b x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where (a, b,
     c, d, e) is a row of the schedule's table and `x0[i] = x - sigma v` the prediction at step i
-    (zeros before the first step). The latents are float32, whatever precision a velocity is
-    computed in. For use under jit.
+    (zeros before the very first step, not before that of a later segment). The latents are float32,
+    whatever precision a velocity is computed in. For use under jit.
 
     Args:
         segments: Pairs (velocity field, schedule), at least one, whose steps are taken one after
@@ -60,10 +60,10 @@ def trajectory(
         noise: The latents at the first sigma, float32.
         seeds: One seed per latent, the two words of a key. The noise of stochastic steps is drawn
             from the stream "solver" of each seed.
-        recorded_steps: How many steps to record, from the first step that adds noise on (from step
-            0 if none does): at most the number of steps from there to the end. If above 0, the
-            latents of all steps are kept in memory until the end. 0 records nothing. Ignored with
-            `query_steps`.
+        recorded_steps: How many steps to record, from the first step of all segments that adds
+            noise on (from step 0 if none does): at most the number of steps from there to the end.
+            If above 0, the latents of all steps are kept in memory until the end. 0 records
+            nothing. Ignored with `query_steps`.
         query_steps: Consecutive steps, counted from 0 over all segments, one of which is drawn for
             each sample from the stream "query" of its seed (`draw_steps` draws the same one again).
             The beginning of that step is returned in place of recorded steps. None: there are none.

@@ -41,7 +41,7 @@ class Schedule:
         guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598), a scalar. Ignored
             unless `guided`.
         guided: Whether classifier-free guidance is applied, so that each step evaluates the network
-            twice: as in diffusers, for scales above 1. Static under jit.
+            twice: as in diffusers, for a `guidance_scale` above 1. Static under jit.
     """
 
     sigmas: Float[Array | np.ndarray, " steps"]
@@ -81,9 +81,9 @@ class Schedule:
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
                 `rollout.sde_window_size` steps of the full schedule from step `noise_start`
                 (counted from 0) on; without a window size, at all steps from there on. A coarser
-                step that covers some of them only in part has a lower noise level. With more
-                `steps` than the full schedule has, they are counted on this one. The last step
-                never adds noise. None: no step does.
+                step that these cover only in part has the noise level times the square root of
+                that share. With more `steps` than the full schedule has, they are steps of the
+                returned schedule instead. The last step never adds noise. None: no step does.
             mu: (number of steps, number of tokens) -> the logarithm of the shift of the "flux"
                 schedule. None uses the formula of FLUX.1 (`sigmas.flux_mu`). Other schedules do not
                 call it.
@@ -106,8 +106,8 @@ class Schedule:
         noisy = np.zeros(len(full) - 1)
         if noise_start is not None:
             noisy[noise_start : noise_start + (rollout.sde_window_size or len(noisy))] = 1.0
-        # A coarse step of which the full schedule makes only a part noisy has a proportionally
-        # lower noise level.
+        # The square of a coarse step's noise level is proportional to the share of the step that
+        # the full schedule makes noisy.
         noise_levels = rollout.noise_level * np.sqrt(
             overlap(sigmas, full) @ noisy / -np.diff(sigmas)
         )
@@ -182,7 +182,7 @@ class Schedule:
         sample.
 
         Args:
-            last: The number of last steps that are drawn from, at most `steps`. None: there is one
+            last: The number of last steps that are drawn from, 1 to `steps`. None: there is one
                 step, the one that starts nearest to `sigma`.
             sigma: The noise level in (0, 1]. Not read unless `last` is None.
 

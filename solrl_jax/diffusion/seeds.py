@@ -93,8 +93,12 @@ def candidate_seeds(
 ) -> UInt32[Array, "p n 2"]:
     """Derives the seed of each candidate of each prompt.
 
+    A seed is `run_key(run_seed, name)` with the iteration, the prompt's uid and the candidate's
+    index folded in, in this order.
+
     Args:
-        run_seed: The seed in the configuration of the run, from 0 to 2**31 - 1.
+        run_seed: The root of the seeds, e.g. `seed` or `eval.seed` of the configuration, from 0 to
+            2**31 - 1.
         name: What the candidates are for, which gives other seeds for each use: "candidate"
             (training), "evaluation", "ranking" or "calibration seeds". Static.
         iteration: The number of the iteration, from 1; 0 for uses outside the iterations.
@@ -123,7 +127,8 @@ def prompt_seeds(
     """Returns the seeds of the first candidates of each prompt, on the host.
 
     Args:
-        run_seed: The root seed, from 0 to 2**31 - 1.
+        run_seed: The root of the seeds, e.g. `seed` or `eval.seed` of the configuration, from 0 to
+            2**31 - 1.
         name: What the candidates are for: "candidate" (training), "evaluation", "ranking" or
             "calibration seeds". Each has random numbers of its own. Other names in `STREAMS` are
             not refused.
@@ -155,7 +160,8 @@ def normal(
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
         name: The use: "initial" (latents to start from), "solver" (stochastic steps), "sigmas",
-            "training" (noise of the update), "calibration" or "reference".
+            "training" (noise of the update), "calibration" (noise of what exploration options
+            measure) or "reference" (at which terms of an update the reference policy is evaluated).
         shape: The shape of the numbers of one seed.
         draw: The number of the draw, for a stream that is drawn from several times: one number for
             all seeds, or one per seed; other numbers give other results. None for a stream that is
@@ -222,7 +228,7 @@ def draw_steps(seeds: Seeds, first: int | Int[Array, ""], count: int) -> Int[Arr
 
 def seed_numbers(seeds: UInt32[np.ndarray, "*shape 2"]) -> UInt64[np.ndarray, "*shape"]:
     """Packs the two words of each seed into one uint64, the first word in the high bits. The ledger
-    records these numbers.
+    of a run (`runs.ledger`) records these numbers.
 
     Args:
         seeds: Seeds in an array of any shape, with the two words on the last axis.

@@ -36,7 +36,7 @@ def shift_sigmas(sigmas: Float[np.ndarray, " n"], shift: float) -> Float[np.ndar
 
 def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:
     """Scales the distances of sigmas from 1, so that the last one before the final 0 becomes
-    `terminal`.
+    `terminal`. The final 0 stays.
 
     Args:
         sigmas: Noise levels, the first one 1 and the last one 0.

@@ -61,8 +61,8 @@ class Backbone:
         guidance: Float[Array, ""],
         fp8_attention: bool = False,
     ) -> Float[Array, " b *latent"]:
-        """Predicts the velocity `noise - x0` with given transformer parameters, in `self.dtype`.
-        For use under jit, with `self.mesh` set (`jax.set_mesh`).
+        """Predicts the velocity `noise - x0` with given transformer parameters. For use under jit,
+        with `self.mesh` set (`jax.set_mesh`).
 
         This is one evaluation of the network; classifier-free guidance is not applied. Sharded
         parameters are gathered: those of stacked blocks one layer at a time, all others first.
@@ -83,7 +83,7 @@ class Backbone:
                 BF16 from the rounded inputs. Only where `pipeline.attends_in_fp8` is set.
 
         Returns:
-            The velocity, of the shape of `latent`.
+            The velocity, of the shape of `latent`, in `self.dtype`.
 
         Raises:
             ValueError: while tracing, if the network does not support `fp8_attention` or the size
@@ -114,14 +114,15 @@ class Backbone:
         Args:
             prompts: one or more prompts.
             max_tokens: number of tokens to which each prompt is padded or cut (where CLIP and T5
-                encode it: for T5). Those of the instruction are not counted.
+                encode it: for T5). Those of the instruction are neither counted nor returned.
             negative: whether these are negative prompts. All others get `self.instruction` before
                 them, if there is one.
 
         Returns:
             Arrays by name, with one row per prompt in the order of `prompts`, replicated over
             `self.mesh`. The names depend on the model: "text" [prompts, tokens, features] in the
-            dtype of the text encoders, and "mask" or "pooled" where the transformer takes them.
+            dtype of the text encoders, and where the transformer takes them, "mask" [prompts,
+            tokens], bool, or "pooled" [prompts, features].
 
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
@@ -218,8 +219,8 @@ def open_text_encoders(
     Args:
         pipeline: the model, whose text encoders and tokenizers are used.
         precision: dtype in which the text encoders compute, "bf16" or "fp32".
-        mesh: devices that encode, with the axes `data`, `fsdp`, `sequence` and `tensor`. The last
-            two have size 1 (`sharding.rows_only`): every device works on its own rows.
+        mesh: devices that encode, as a mesh that `sharding.rows_only` returns: its axes `sequence`
+            and `tensor` have size 1, so that every device works on its own rows.
         cache: folder of the cache of encoded prompts (`model.prompt_cache_dir`); "~" is expanded.
             "": the folder `solrl_jax/prompts` in the user's cache directory. None: no cache.
 

@@ -10,8 +10,8 @@ def check_tile(tile: int | None, pipeline: Pipeline) -> None:
     """Checks the tile size of tiled decoding, `model.vae_tile_size`.
 
     Args:
-        tile: side of a tile in pixels, a positive integer. None: images are decoded whole; always
-            accepted.
+        tile: side of a tile in pixels, a positive integer (not checked). None: images are decoded
+            whole; always accepted.
         pipeline: the model. Its `compression` (image pixels per latent pixel) must divide the tile.
 
     Raises:
@@ -33,8 +33,9 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
 
     Args:
         config: the configuration.
-        pipeline: the model. Its `size_multiples` are the numbers of pixels that heights and widths
-            must be multiples of, and its `largest_side` is the greatest height or width.
+        pipeline: the model, whose `latent_shape` checks each size: height and width against the two
+            numbers of `size_multiples()` and `largest_side`; a clip has 1 frame plus a multiple of
+            `temporal_compression`.
 
     Raises:
         InputError: the model does not support a size. The message begins with "model",

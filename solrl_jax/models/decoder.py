@@ -42,8 +42,8 @@ class Decoder:
         tile: side, in pixels, of the square tiles that are decoded one after another to save
             memory: a multiple of `pipeline.compression`. None: images are decoded whole, as are
             images that fit into one tile.
-        max_pixels: the most image pixels that a device decodes at once. One image, one latent frame
-            of a clip, or one tile of either is decoded even if it has more.
+        max_pixels: the most image pixels that a device decodes at once, 2**21 by default. One
+            image, one latent frame of a clip, or one tile of either is decoded even if it has more.
     """
 
     params: Params
@@ -57,18 +57,19 @@ class Decoder:
     ) -> Float[Array, "b ... 3"]:
         """Decodes latents to images or clips in [0, 1], float32. For use under jit.
 
-        Each device decodes four images at a time, or fewer if together they would have more than
-        `max_pixels` (with tiles: if that many tiles would; all frames count), but at least one. An
-        incomplete group is filled up with copies, which take time too. If `tile` is set, images
-        that exceed a tile are decoded in tiles, which overlap by at least a quarter of a tile,
-        rounded down to latent pixels. A clip, or a tile of it, that has more than `max_pixels`
-        pixels is decoded in chunks of at most as many latent frames as `max_pixels` allows, at
-        least one. Tiles change the result; chunks change only its rounding.
+        If `tile` is set, images that exceed a tile are decoded in tiles, which overlap by at least
+        a quarter of a tile, rounded down to latent pixels. Each device decodes four images (or one
+        tile of each of four) at a time, or fewer if together they would have more than `max_pixels`
+        in all their frames, but at least one. An incomplete group is filled up with copies, which
+        take time too. A clip, or a tile of it, that has more than `max_pixels` pixels is decoded in
+        chunks of at most as many latent frames as `max_pixels` allows, at least one. Tiles change
+        the result; chunks change only its rounding. For a gradient, each group is decoded again.
 
         Args:
             latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any
-                dtype. If a mesh is set (`jax.set_mesh`), it must have no sequence or tensor
-                parallelism, and the number of latents must be a multiple of its number of devices.
+                dtype. `Pipeline.unscale` is applied here. If a mesh is set (`jax.set_mesh`), it
+                must have no sequence or tensor parallelism, and the number of latents must be a
+                multiple of its number of devices.
             first_frame: whether of clips only the first frame is decoded. It depends on the first
                 latent frame alone, since the convolutions of video autoencoders are causal. No
                 effect on images.

@@ -60,8 +60,9 @@ def mhla_override(model: Model) -> MhlaOverride | None:
             `mhla_released`, `mhla_norm`, `height` and `width` are read.
 
     Returns:
-        If `attention` is "mhla", the settings of MHLA with the image size (height, width) in
-        pixels. If it is "default", None.
+        If `attention` is "mhla", the settings of MHLA (number of blocks, whether the released code
+        is followed instead of the paper, whether norms of queries and keys are added) with the
+        image size (height, width) in pixels. If it is "default", None.
     """
     if model.attention == "default":
         return None
@@ -116,10 +117,10 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
     """Selects the files of a hub repository that a pipeline needs: configurations, tokenizers and
     weights.
 
-    They are in the top-level folders that have a file `*config.json`. Selected are JSON files,
-    safetensors files with their indices, and all files of folders whose names begin with
-    "tokenizer". The same weights in other forms are left out: pickles, single files at the top
-    level, and variants such as `model.fp16.safetensors` where there are others.
+    They lie directly in the top-level folders that have a file `*config.json`. Selected are JSON
+    files, safetensors files with their indices, and all files of folders whose names begin with
+    "tokenizer". The same weights in other forms are left out: pickles with their indices, single
+    files at the top level, and variants such as `model.fp16.safetensors` where there are others.
 
     Args:
         files: paths of all files, relative to the repository, with "/" between the parts.

@@ -42,9 +42,10 @@ class Pipeline(abc.ABC):
             without a mask.
         accepts_instruction: whether `tokenize` accepts an instruction: a text for the language
             model before each prompt.
-        linear_sigmas: whether the released Euler scheduler shifts the noise levels `linspace(1,
-            1/n, n)` for n steps, which diffusers' pipeline of this model gives it, instead of its
-            own. It has no effect on a configured schedule.
+        linear_sigmas: which noise levels the released Euler scheduler shifts for n steps: True for
+            `linspace(1, 1/n, n)`, as in diffusers' pipeline of this model; False for those that the
+            scheduler makes itself. Only generation from a model directory uses that scheduler; runs
+            have `rollout.schedule` instead.
         folder: the directory that the pipeline was opened from.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
@@ -70,9 +71,9 @@ class Pipeline(abc.ABC):
             evaluation with a negative prompt.
         largest_side: greatest height or width of an image in pixels; None: unlimited.
         vae_dtype: the dtype that the autoencoder must run in; None: any.
-        shift_terminal: the last noise level before 0. In the schedule "flux", after the shift that
-            depends on the image size, all noise levels sigma are stretched (1 - sigma times one
-            factor) so that the last one has this value. None: no stretching.
+        shift_terminal: the last noise level before 0. In the schedule "flux" (`rollout.schedule`),
+            after the shift that depends on the image size, all noise levels sigma are stretched (1
+            - sigma times one factor) so that the last one has this value. None: no stretching.
     """
 
     kind: ClassVar[str]
@@ -180,6 +181,7 @@ class Pipeline(abc.ABC):
 
         Raises:
             InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.
+                (The tokenizers that this package carries for plans have none, and return zeros.)
         """
 
     @abc.abstractmethod
@@ -220,7 +222,7 @@ class Pipeline(abc.ABC):
             params: parameters of the autoencoder: nested dictionaries keyed by module name. They
                 are not sharded.
             latent: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of video models.
-                `unscale` is applied here.
+                The caller casts them to `vae_dtype`, if that is set. `unscale` is applied here.
             chunk: for video models: the most latent frames that are decoded at once, to save
                 memory, at least 1; None: all of them. The result is the same up to rounding. Must
                 be None for models of images.
@@ -262,8 +264,9 @@ class Pipeline(abc.ABC):
         FLUX.1's formula is used.
 
         A function (number of steps, number of image tokens) that returns mu, the natural logarithm
-        of the shift. Only the schedule "flux" and released schedulers with `use_dynamic_shifting`
-        use it. It is None here; models with another formula override the property.
+        of the shift. Only the schedule "flux" (`rollout.schedule`) and released schedulers with
+        `use_dynamic_shifting` use it. It is None here; models with another formula override the
+        property.
         """
         return None
 

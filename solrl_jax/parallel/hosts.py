@@ -104,7 +104,8 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
 def _aborted(number: int) -> None:
     """Handles SIGABRT, which JAX raises in a process when another one of the run has died.
 
-    Writes one line to standard error and ends the process at once with exit code 1.
+    Writes one line to standard error (JAX gave the reason above; the same command resumes), and
+    ends the process at once with exit code 1.
 
     Args:
         number: The number of the signal, not used.
@@ -132,8 +133,8 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
     Raises:
         RunError: If a process has not connected after 300 seconds (`START`), or two have the same
             number.
-        InputError: If `coordinator` is not of the form HOST:PORT, or the first process cannot open
-            the port.
+        InputError: If `coordinator` is not of the form HOST:PORT; in the first process also if it
+            cannot open the port.
     """
     address, _, port = coordinator.rpartition(":")
     try:
@@ -213,7 +214,7 @@ def _call(mine: int, address: tuple[str, int], end: float) -> str:
     It tries every 0.2 seconds until the first process listens, whose host name need not exist yet.
 
     Args:
-        mine: The number of this process, which is sent.
+        mine: The number of this process, which is sent as decimal digits.
         address: (host, port) of the first process.
         end: The time when to give up, in seconds of `time.monotonic`.
 
@@ -327,7 +328,7 @@ def from_first(find: Callable[[], T]) -> T:
         The result of `find`.
 
     Raises:
-        Exception: What `find` raised, in the first process.
+        Exception: What `find` raised, in the first process; a TypeError if its value is not JSON.
         InputError: In the other processes, if `find` raised an InputError.
         RunError: In the other processes, if `find` raised any other exception (also a subclass of
             InputError); and in any process, if another one does not answer within 1800 seconds.
@@ -423,7 +424,7 @@ def local_row_indices(where: NamedSharding, count: int) -> list[int]:
     """Returns which rows of a sharded array the devices of this process hold.
 
     Args:
-        where: The sharding of the rows (the array's leading axis).
+        where: The sharding of the rows (the array's leading axis). Its spec names no other axis.
         count: The number of rows of the array.
 
     Returns:

@@ -126,9 +126,10 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 
     Two rules apply to arrays of at least 4096 elements (`SMALLEST_SHARDED`); everything else is
     replicated. First, the output axis of a linear layer's weight ("kernel") or of a LoRA adapter's
-    factor "b", quantized or with two or three axes, is split over `tensor`, if that divides it.
-    Second, the largest axis that `fsdp` divides is split over `fsdp`: the last one of equals, and
-    possibly the axis that is split over `tensor`, which counts with its size after that split.
+    factor "b" is split over `tensor`, if that divides it; such a parameter is a `Leaf`, or an array
+    with two or three axes (unlike the kernel of a convolution). Second, the largest axis that
+    `fsdp` divides is split over `fsdp`: the last one of equals, and possibly the axis that is split
+    over `tensor`, which counts with its size after that split.
 
     Args:
         mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
@@ -170,8 +171,8 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 
 
 def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
-    """Returns a function that gives a parameter's sharding on a mesh, by the rules of
-    `parameter_sharding`.
+    """Returns a function that gives the sharding on a mesh of a parameter that is a plain array, by
+    the rules of `parameter_sharding`.
 
     Args:
         mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
@@ -246,8 +247,8 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
 
     Args:
         f: The function. It maps a pytree of arrays to a pytree of arrays, both with one piece as
-            leading axis: `count` rows times the number of devices. It must not mix rows, which are
-            consecutive only within a device.
+            leading axis: `count` rows times the number of devices. It must not mix rows; a piece
+            has consecutive rows of each device's own share of the batch.
         tree: The batch: a pytree of arrays whose leading axis is the rows, a multiple of the number
             of devices.
         count: The number of rows per device and piece, at least 1.

@@ -29,8 +29,8 @@ class Sum:
 
     @property
     def value(self) -> Any:
-        """The sum, corrected by its rounding errors: `rounded + lost`. NaN where `rounded` is
-        infinite or NaN.
+        """The sum, corrected by its rounding errors: `rounded + rounding_error`. NaN where
+        `rounded` is infinite or NaN.
         """
         return jax.tree.map(jnp.add, self.rounded, self.rounding_error)
 
@@ -80,7 +80,8 @@ def join(parts: Sum) -> Sum:
     """Adds several sums into one.
 
     Args:
-        parts: The sums, stacked: a `Sum` whose arrays have a leading axis, one entry per sum.
+        parts: The sums, stacked: a `Sum` whose arrays have a leading axis, one entry per sum (at
+            least one).
 
     Returns:
         The total, a `Sum` whose arrays lack this axis.

@@ -92,7 +92,7 @@ def abstract_experiment(
 
     Args:
         config: The configuration of the run that is planned.
-        pipeline: The opened model, with or without weights, from `open_configurations`.
+        pipeline: The opened model, e.g. from `open_configurations`. Its weights are not read.
         device: The kind of device that is planned for. It decides which format "auto" stands for.
         mesh: The mesh of the planned devices, with the axes `data`, `fsdp`, `sequence` and
             `tensor`.

@@ -166,7 +166,8 @@ def _to_numpy(outputs: Any) -> list[np.ndarray]:
 def _plain_dot(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_out n_in"]
 ) -> Float[Array, "rows n_out"]:
-    """Returns `x @ w.T`, in the dtype of the arguments.
+    """Returns `x @ w.T`, in the dtype of the arguments. `find_problem` sets the precision of the
+    matmul to the highest.
 
     Args:
         x: The activations, float32.

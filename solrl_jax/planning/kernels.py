@@ -58,9 +58,10 @@ class Kernel:
     """One kernel of a compiled program: an instruction that runs on the device.
 
     Attributes:
-        name: What runs: the name of a library function; "fusion" and its kind, e.g. "fusion
-            __triton"; or the opcode of any other instruction, e.g. "copy". Matmuls and convolutions
-            also have the type of their operands, e.g. "__cublas$gemm bf16".
+        name: What runs: the name of a library function (one for all Pallas kernels of a compiler,
+            e.g. "tpu_custom_call"); "fusion" and its kind, e.g. "fusion __triton"; or the opcode of
+            any other instruction, e.g. "copy". Those of the kind "products" also have the type of
+            their operands, e.g. "__cublas$gemm bf16".
         kind: What its time counts as: "attention" for flash attention of cuDNN or Pallas,
             "products" for all other kernels with matmuls or convolutions (`operations` above 0),
             and "memory" for the rest, e.g. copies and elementwise fusions.
@@ -146,7 +147,7 @@ def unit(kind: str) -> Unit:
             lower precision.
 
     Returns:
-        "fp4" and "fp8" for types of these widths, "int8" (also for "u8"), "tf32", "fp32" (also for
+        "fp4" and "fp8" for floats of these widths, "int8" (also for "u8"), "tf32", "fp32" (also for
         "f64"), and "bf16" for all other types, float16 included.
     """
     if kind.startswith("f4"):
@@ -400,7 +401,7 @@ class _Memory:
         instruction that starts it has all bytes.
 
         Args:
-            step: The instruction that runs the kernel.
+            step: The instruction that runs the kernel, but not the end of an asynchronous one.
             name: The name of the kernel. "AllocateBuffer", which only reserves memory, has 0 bytes.
         """
         if name == "AllocateBuffer":

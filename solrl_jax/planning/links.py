@@ -62,7 +62,8 @@ class Collective:
         and run.
 
         If the groups span several hosts, each host has to exchange its part of the data with the
-        others, and its devices share that traffic equally. The result is 0 if no group spans hosts.
+        others, and its devices share that traffic equally. A "collective-permute" counts in full if
+        any of its pairs spans two hosts. The result is 0 if no group spans hosts.
 
         Args:
             devices: The number of devices per host. The devices of a host have consecutive numbers.
@@ -103,7 +104,7 @@ def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
     """Yields the instructions that start an asynchronous operation beside which a kernel runs.
 
     Asynchronous operations have one instruction that starts them and one that waits for their end.
-    A start is yielded if a kernel stands between the two.
+    A start is yielded if a kernel, a loop, a call or a synchronous collective stands between them.
 
     Args:
         steps: The instructions of one computation in the order in which they run.

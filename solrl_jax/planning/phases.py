@@ -62,7 +62,7 @@ class Program:
 class Phases:
     """Builds the programs of a training iteration from an experiment that has shapes for arrays.
 
-    It is made from the experiment alone. The phases are:
+    It is made from the experiment alone, whose reward then prepares the prompts. The phases are:
 
       - "encode": encodes the prompts.
       - "sync": quantizes the policy.
@@ -136,9 +136,9 @@ class Phases:
         """Returns the shapes of the quantized weights that the phase "sync" produces.
 
         Returns:
-            A dict of ShapeDtypeStructs by parameter path, e.g. "blocks/attn/to_q/kernel",
-            replicated on all devices (the compiled program may shard them, see
-            `Planner.place`). Empty if exploration does not quantize.
+            A dict by parameter path, e.g. "blocks/attn/to_q/kernel", of quantized tensors with
+            ShapeDtypeStructs for arrays, replicated on all devices (the compiled program may shard
+            them, see `Planner.place`). Empty if exploration does not quantize.
         """
         if not self.has("sync"):
             return {}
@@ -181,12 +181,12 @@ class Phases:
 
         Args:
             phase: The name of the phase, one of `PHASES`. The run must have it (`has`).
-            codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
-                parameter path. An empty dict if it does not quantize. Other phases ignore it.
+            codes: The quantized weights that exploration samples with, as `codes` returns them. An
+                empty dict if it does not quantize. Other phases ignore it.
 
         Returns:
-            One program; at most two for "score" (decoding and scoring), and up to three for
-            "evaluate" (sampling and those two).
+            One program; one or two for "score" (decoding, scoring), and two or three for "evaluate"
+            (sampling and those of "score").
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout

@@ -79,8 +79,8 @@ class Devices:
 class Planner:
     """Compiles the programs of one configuration for devices that are not present.
 
-    It is made from a `Config` and the `Devices`. `topology.prepare` must be called before, and
-    before JAX is imported.
+    It is made from a `Config` and the `Devices`, with the effects and errors of
+    `abstract_experiment`. `topology.prepare` must be called before, and before JAX is imported.
 
     Attributes:
         config: The configuration that is planned.
@@ -89,9 +89,9 @@ class Planner:
         device: The kind of device as `quant.formats` describes it, which decides which format
             "auto" stands for.
         phases: Builds the programs of each phase of an iteration, with shapes in place of arrays.
-        codes: The quantized weights that exploration samples with, as ShapeDtypeStructs by
-            parameter path, replicated until `place` is called. An empty dict if exploration does
-            not quantize.
+        codes: The quantized weights that exploration samples with, by parameter path, with
+            ShapeDtypeStructs for arrays, replicated until `place` is called. An empty dict if
+            exploration does not quantize.
         usable: The bytes of a device's memory that arrays may take: 92% of it.
     """
 
@@ -126,7 +126,7 @@ class Planner:
         self.usable = int(target.memory * USABLE)
 
     def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
-        """Starts to compile all programs of an iteration, in threads.
+        """Lowers all programs of an iteration, and starts to compile them in threads.
 
         The phase "sync", which quantizes the policy, is compiled first and waited for: the
         shardings of its result are needed to lower the other programs.
@@ -251,7 +251,8 @@ class Planner:
             A dict of bytes:
 
             * "held": the arguments. An array that is passed twice counts once.
-            * "padded": what the compiler adds to the arguments, e.g. to fill a TPU's tiles.
+            * "padded": by how much "arguments" exceeds the bytes of all arguments, because the
+              compiler pads them, e.g. to fill a TPU's tiles; 0 if it does not.
             * "temporaries", "outputs" and "code": what the program allocates, and its machine code.
             * "aliased": the outputs that are written over arguments.
             * "resident": a dict of the arrays that are in memory, but are not arguments, with the
@@ -259,8 +260,10 @@ class Planner:
               `model.prompt_cache_dir`, text encoders are in memory for "encode" alone.
             * "peak": the sum of "held", "padded", "temporaries", "outputs", "code" and the sizes in
               "resident", less "aliased".
-            * "arguments", "repeated" and "unread": the compiler's figure for all arguments, the
-              bytes that were passed a second time, and those that the compiler dropped, at least 0.
+            * "arguments": the compiler's figure for all arguments.
+            * "repeated": the bytes of arrays that were passed a second time.
+            * "unread": by how much "arguments" falls short of the bytes of all arguments, because
+              the compiler dropped some; 0 if it does not.
         """
         shapes = arrays(program.arguments)
         distinct = {id(x): x for x in shapes}
@@ -436,7 +439,7 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
 
     If the run regenerates the kept samples, it also estimates an iteration of the method
     "naive_scaling" for comparison, which samples all candidates in the training precision and with
-    all steps, and does not regenerate.
+    all steps, and neither regenerates nor scores any again.
 
     Args:
         planner: The planner, which tells the number of batches.

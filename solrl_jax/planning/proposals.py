@@ -220,8 +220,9 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
 
     The parameters are divided among all devices of the host, or among as many as `mesh.tensor` and
     `mesh.sequence` of the configuration leave, the backward pass computes whole blocks again, the
-    batches are halved as often as the missing memory suggests (down to 2), and images larger than
-    512 pixels are decoded in tiles. Whether that fits is not known.
+    batch of the update is halved as often as the missing memory suggests (down to 2), that of the
+    rollout is no larger, and images of more than 512 pixels in height or width are decoded in tiles
+    of 512. Whether that fits is not known.
 
     Args:
         config: The configuration, which gives the largest image size and the mesh.

@@ -150,7 +150,8 @@ def _gpu(
 def _tpu(
     name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1
 ) -> Target:
-    """Returns the target of a TPU. All its other peak rates are derived from those of the chip.
+    """Returns the target of a TPU. Its network has the rate of the links, FP4 that of FP8, and
+    float32 matmuls a third (reduced precision) or a sixth (full precision) of that of BF16.
 
     Args:
         name: Its name on the command line, e.g. "tpu-v5e".

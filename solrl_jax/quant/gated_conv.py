@@ -23,12 +23,12 @@ def gated_conv(
     `conv(silu(x)) + bias`, a depthwise 3x3 convolution.
 
     Under sequence parallelism, a device has some rows of the pixels, and fetches the rows next to
-    its own. `silu` and the convolution are computed in float32; results of each are rounded to the
-    dtype of `x`.
+    its own. `silu` (of x and of g) and the convolution are computed in float32, and the result of
+    each is rounded to the dtype of `x`.
 
     Args:
         x: The pixels [b, n, c], in raster order; c is even. On a TPU it must be one lazy part, and
-            the first of its arrays a matmul over all c channels, which is then written to memory.
+            the first of its arrays a matmul over all c channels. That array is written to memory.
         grid: The number of rows and of columns of the n pixels (of this device, under sequence
             parallelism); their product is n.
         kernel: The filters [3, 3, 1, c] of the convolution, which has stride 1 and zero padding.
@@ -57,8 +57,8 @@ def gated_conv(
 def _conv_of_own_rows(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"], bias: Float[Array, " c"]
 ) -> Float[Array, "b h w c"]:
-    """Computes `depthwise_conv` under sequence parallelism: fetches the rows that the convolution
-    reads of the neighboring devices, of which each has at least as many.
+    """Computes `depthwise_conv` under sequence parallelism: fetches the (k - 1) / 2 rows of pixels
+    on either side from the neighboring devices. Each device must have at least as many.
 
     Rows are exchanged in float32, so that the gradient of a row is rounded once, after the parts of
     all devices are added.
@@ -92,8 +92,8 @@ def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivat
         grid: The number of rows and of columns of the n pixels.
 
     Returns:
-        The same activation, lazy as before, that reads the array behind the barrier. Column views
-        become arrays.
+        The same activation, lazy as before, that reads the array behind the barrier. All column
+        views become arrays.
 
     Raises:
         ValueError: If `x` has several parts, as after `LazyActivation.concat`.
@@ -130,8 +130,8 @@ def depthwise_conv(
 
     Returns:
         The convolved images [b, h, w, c] in the dtype of `x`, computed in float32 and rounded once.
-        With BF16 images on a TPU, which take XLA's grouped convolution, the filters are rounded to
-        BF16 first.
+        With BF16 images on a TPU, which take XLA's grouped convolution, JAX's default matmul
+        precision (not the "highest" of `sharding.jit`) rounds the filters to BF16 first.
     """
     # in float32, rounded once: in BF16, rounding each product takes 2.5 times as long on CPU
     x32 = x.astype(jnp.float32)

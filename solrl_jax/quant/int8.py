@@ -62,8 +62,8 @@ class INT8Tensor(QuantizedWithInput):
 
         Returns:
             The result [b, s, out] in the dtype of `x`, as a lazy activation that is an array
-            already. It is complete on every device of the mesh axis `tensor`. Rows with a
-            non-finite input value become NaN or infinite.
+            already, marked as containing a quantized matmul. It is complete on every device of the
+            mesh axis `tensor`. Rows with a non-finite input value become NaN or infinite.
         """
         codes, scales = x.encode(encode)
         sums = jax.lax.dot_general(

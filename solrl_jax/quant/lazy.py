@@ -342,7 +342,8 @@ def materialize_heads(
     Activations without a quantized matmul are computed in their own dtypes, by plain JAX
     operations. If one has a quantized matmul, all are computed in float32, on CUDA by one kernel.
     Programs for TPUs compute all in their own dtypes: there, float32 would be written to memory
-    between norm and rotation, and multiplied in six passes (`layers.rotary`).
+    between norm and rotation, and the rotation is a matmul (`models.layers.rotary`), which takes
+    six passes in float32.
 
     Args:
         pieces: At least one activation [b, s_i, n * head_dim]. They follow each other along the

@@ -67,7 +67,7 @@ class Leaf(abc.ABC):
 
         Returns:
             The lazy result [b, s, n_out], in the dtype of `matmul`'s result, complete on every
-            device of the mesh axis `tensor`.
+            device of the mesh axis `tensor`. It is marked as exact, whatever `x` is.
         """
         value = x.value
         y = self.matmul(value.reshape(-1, value.shape[-1]))
@@ -136,7 +136,8 @@ class QuantizedWithInput(Quantized):
         """
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """Computes `x @ w` for a single matrix by `lazy_matmul`, and writes the result to memory.
+        """Computes `x @ w` for a single matrix by `lazy_matmul` of `x` as [rows, 1, n_in], and
+        writes the result to memory.
 
         Args:
             x: Activations [rows, n_in] of a floating-point dtype.

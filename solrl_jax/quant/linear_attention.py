@@ -113,7 +113,8 @@ def linear_attention(
 
     Under sequence parallelism, the queries of each device read the sums over the keys of all
     devices. With BF16 queries on a GPU, it is one Triton kernel, if each input is a single lazy
-    part of all its rows and the sizes allow it (16, 32 or 64 features per head; not for the
+    part of all its rows and the sizes allow it (16, 32 or 64 features per head, and for all blocks,
+    rounded up to a power of two, at most 2^14 values in the sums S_b of a head; not for the
     released variant or under sequence parallelism). Otherwise plain JAX computes the same. Both
     have gradients with respect to q, k, v and m.
 

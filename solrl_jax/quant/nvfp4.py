@@ -174,8 +174,8 @@ def scale_blocks(
     """Divides each block of 16 values by its scales.
 
     The scale of a block is its largest magnitude, divided by 6 and by `scale`, rounded to E4M3 and
-    at most 448; a block whose scale rounds to zero becomes zero. The order of operations is that of
-    torchao and Transformer Engine, so that ties round the same way.
+    at most 448; a block whose scale rounds to zero becomes zero. Values are multiplied by `(1 /
+    scale) / block_scale`, as in torchao and Transformer Engine, so that ties round the same way.
 
     Args:
         x: Float32 rows [..., k]; k is a multiple of 16. Blocks lie along the last axis.
@@ -209,7 +209,7 @@ def encode_packed(values: Float[Array, "*rows k"]) -> UInt8[Array, "*rows half"]
 
     Args:
         values: Float32 numbers [..., k]; k is even. They round to nearest, ties to the even code.
-            Magnitudes above 6 saturate, and NaN becomes zero.
+            Magnitudes above 6 saturate, NaN becomes zero, and zeros keep their sign.
 
     Returns:
         Bytes, uint8 [..., k / 2], with the code of the even index in the low four bits (as `pack`).
@@ -273,7 +273,8 @@ def _on_own_rows(
     dot: Callable[..., Array], x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
     """Calls a matmul on each device with its own rows and all outputs, under sequence parallelism,
-    where XLA cannot partition the call.
+    where XLA cannot partition the call. The rows, already those of one device along `sequence`, are
+    split over all other mesh axes but `tensor`.
 
     Args:
         dot: The matmul, a function (x, x_scales, w, w_scales) -> [rows, n_out].

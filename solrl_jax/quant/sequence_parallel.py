@@ -31,7 +31,7 @@ REPLICATED = PartitionSpec()
 
 def tokens_are_sharded() -> bool:
     """Returns whether the function that is traced runs inside `shard_tokens`, on the tokens of one
-    device.
+    of several devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     return not mesh.empty and SEQUENCE in mesh.manual_axes
@@ -56,7 +56,7 @@ def shard_tokens(
         x: The tokens that are sharded. Every device gets n / shards consecutive ones.
         rotation: Arrays with one entry per position [b or 1, positions, ...]: the cosines and sines
             of rotary angles. The n entries from `start` on belong to `x` and are sharded with it;
-            all others are replicated. None: no positions.
+            `f` gets its share of them between all entries before and after. None: no positions.
         text: An array [b, l, d] of tokens that every device computes completely, such as a text
             stream that is much shorter than the image. None: there are none.
         start: The position of the first token of `x`, an index into `rotation`.
@@ -232,7 +232,8 @@ def gather_on_first(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pa
 
 
 def _repeat(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "padded ..."]:
-    """Repeats entries from the first on, until their number is a multiple of the devices.
+    """Repeats entries from the first on, cyclically, until their number is a multiple of the
+    devices.
 
     Args:
         x: At least one entry.

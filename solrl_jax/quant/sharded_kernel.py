@@ -55,9 +55,9 @@ def shard_map_kernel(f: Callable[..., Any], *, heads_axis: int | None = None) ->
         f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
             No operation may mix rows. On each device it sees the device's own rows alone.
         heads_axis: The axis of the results, and of inputs with four axes, that holds attention
-            heads. Heads are then sharded over the mesh axis `tensor`, which the mesh must have
-            (KeyError otherwise), if the heads of the first array are a multiple of its size;
-            otherwise every device has all heads. None: there are no heads.
+            heads; other inputs have none. Heads are then sharded over the mesh axis `tensor`, which
+            the mesh must have (KeyError otherwise), if the heads of the first array are a multiple
+            of its size; otherwise every device has all heads. None: there are no heads.
 
     Returns:
         A function with the arguments and results of `f`. It takes positional arrays only.

@@ -70,10 +70,11 @@ def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
     Args:
         paths: The setting `reward.paths`: where the files are, by key. Both keys are optional.
             "aesthetic": the converted safetensors file of the rating head or its directory, by
-            default `weights/sac+logos+ava1-l14-linearMSE.safetensors`. "aesthetic/clip": a
-            directory, or the name of a hub repository, with the CLIP, by default
-            openai/clip-vit-large-patch14. A plan passes the constant `sources.CARRIED` instead,
-            which stands for the configurations in the package, without weights.
+            default `weights/sac+logos+ava1-l14-linearMSE.safetensors` in the working directory.
+            "aesthetic/clip": a directory, or the name of a hub repository, with the CLIP, by
+            default openai/clip-vit-large-patch14. `solrl plan` passes the constant
+            `sources.CARRIED` instead, which stands for the configurations in the package, without
+            weights.
 
     Returns:
         The reward with the networks "encoder" and "head", whose parameters are not read yet. Its

@@ -60,8 +60,8 @@ def clipscore(paths: Mapping[str, str]) -> NetworkReward:
     Args:
         paths: The setting `reward.paths`: where the files are, by key. "clipscore": a directory, or
             the name of a hub repository, with the CLIP and its tokenizer; without it
-            openai/clip-vit-large-patch14. A plan passes the constant `sources.CARRIED` instead,
-            which stands for the configuration in the package, without weights.
+            openai/clip-vit-large-patch14. `solrl plan` passes the constant `sources.CARRIED`
+            instead, which stands for the configuration in the package, without weights.
 
     Returns:
         The reward with the network "clip", whose parameters are not read yet. Its only score is
@@ -93,8 +93,9 @@ def pickscore(paths: Mapping[str, str]) -> NetworkReward:
         paths: The setting `reward.paths`: where the files are, by key. Each entry is a directory or
             the name of a hub repository. "pickscore": the network, by default
             yuvalkirstain/PickScore_v1. "pickscore/tokenizer": the tokenizer, by default
-            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. A plan passes the constant `sources.CARRIED`
-            instead, which stands for the configurations in the package, without weights.
+            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. `solrl plan` passes the constant
+            `sources.CARRIED` instead, which stands for the configurations in the package, without
+            weights.
 
     Returns:
         The reward with the network "clip", whose parameters are not read yet. Its only score is
@@ -125,10 +126,10 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
     Args:
         paths: The setting `reward.paths`: where the files are, by key. "hpsv2": the converted
             safetensors file (in OpenCLIP's layout) or its directory, by default
-            `weights/HPS_v2.1_compressed.safetensors`. "hpsv2/tokenizer": a directory, or the name
-            of a hub repository, with the tokenizer, by default
-            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. A plan passes the constant `sources.CARRIED`
-            instead, which stands for the files in the package, without weights.
+            `weights/HPS_v2.1_compressed.safetensors` in the working directory. "hpsv2/tokenizer": a
+            directory, or the name of a hub repository, with the tokenizer, by default
+            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. `solrl plan` passes the constant
+            `sources.CARRIED` instead, which stands for the files in the package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 

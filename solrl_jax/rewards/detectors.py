@@ -105,8 +105,8 @@ def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]
     """Detects the colored shapes of the embedded world (synthetic images of circles, squares, ...).
 
     Each shape yields two detections with the same box: one by shape, e.g. "circle", and one by size
-    and shape, e.g. "small circle". The confidence is always 1. Connected regions that have no clear
-    shape are left out.
+    and shape, e.g. "small circle". The confidence is always 1. Connected regions that are too small
+    or have no clear shape are left out.
 
     Args:
         images: Square images [n, H, H, 3] in [0, 1] of any size; n may be 0.

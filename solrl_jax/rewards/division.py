@@ -110,8 +110,9 @@ class DividedScoring:
 
         Returns:
             A tuple of three dicts, the same on every host:
-              1. The scores: float32 arrays [count] in the order of the prompts, by "REWARD" and,
-                 for further scores of a reward, "REWARD/OTHER"; NaN for images without a score.
+              1. The scores: float32 arrays with one value per image of the series, in order, by
+                 "REWARD" and, for further scores of a reward, "REWARD/OTHER"; NaN for images
+                 without a score.
               2. The number of images that each reward could not score, by the name of the reward;
                  0 for one that scored all.
               3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}, and
@@ -236,7 +237,8 @@ def sample_scoring(
 
     Args:
         host: The rewards outside JAX, and how their worker processes run.
-        prompts: The prompt of each sample of the whole series, in order, the same on every host.
+        prompts: The prompt of each sample of the whole series, in order, the same on every host. If
+            a reward compares samples, those of one prompt must be adjacent.
         chunk: The number of samples per call of `SampleScoring.add`. The last chunk is padded to
             it by the caller.
         frames: The number of frames of a sample that rewards of images get, at most those that it
@@ -244,7 +246,8 @@ def sample_scoring(
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
 
     Yields:
-        The scoring.
+        The scoring. For every chunk, in order, the body passes the result of `select` to `add`, and
+        then it calls `finish`.
     """
     parts: list[tuple[DividedScoring, int | None]] = []
     with contextlib.ExitStack() as stack:
@@ -318,12 +321,12 @@ def _renumber(groups: Sequence[slice]) -> list[slice]:
     """Returns ranges of the same lengths that follow each other from 0.
 
     Args:
-        groups: The ranges of images, e.g. 4 to 6 and 8 to 11: this process's groups among the
-            images of all processes.
+        groups: The ranges of images, e.g. slice(4, 6) and slice(8, 11): this process's groups among
+            the images of all processes.
 
     Returns:
-        The ranges of these groups among the images of this process, in the same order, e.g. 0 to 2
-        and 2 to 5. Empty without groups.
+        The ranges of these groups among the images of this process, in the same order, e.g.
+        slice(0, 2) and slice(2, 5). Empty without groups.
     """
     slices = []
     start = 0

@@ -184,13 +184,14 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
     number of detected objects of its class:
 
       1. Number: 1 - |n - count| / count, which is below 0 for more than twice the count.
-      2. If n is not the count, but the clause has a color or a position: one 0, and nothing more.
-      3. Color, if the clause has one: 1 - |m - count| / count, where m is the number of objects of
-         the class in this color.
-      4. Position, if the clause has one, and its number and color are right: 1 if the relation
-         holds between every object of the clause and every object of the clause it refers to; 0 if
-         that other clause was itself not met; if the relation does not hold, two terms, 0 and 1, as
-         in Flow-GRPO's code.
+      2. If n is not the count, but the clause has a color or a position: one 0 in place of the
+         terms 3 and 4.
+      3. Color, if the clause has one and n is the count: 1 - |m - count| / count, where m is the
+         number of objects of the class in this color.
+      4. Position, if the clause has one and both n and m (if it has a color) are the count: 1 if
+         the relation holds between every object of the clause and every object of the clause it
+         refers to; 0 if that other clause was itself not met; otherwise two terms, 0 and 1, as in
+         Flow-GRPO's code. With a wrong m the position adds no term.
 
     `request.exclude` only affects the strict verdict.
 

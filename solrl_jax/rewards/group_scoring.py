@@ -16,11 +16,12 @@ class GroupScoring:
     """Scores a series of images with a groupwise reward inside JAX, one group at a time.
 
     A group is the candidates of one prompt, or a part of them if they are more than
-    `Reward.group_size`. The constructor gets the prompts of the whole series, so the groups are
-    known; `add` passes images on and scores each group once all of its images are there; `finish`
-    returns the scores. A group is replicated on all devices, so its size need not be a multiple of
-    their number. With several processes, all must make the same calls with the same arguments. The
-    scoring is compiled once per size of a group.
+    `Reward.group_size`. The constructor gets the loaded reward, its prepared prompts, the mesh and
+    the prompt of each image of the whole series, so the groups are known; `add` passes images on
+    and scores each group once all of its images are there; `finish` returns the scores. A group is
+    replicated on all devices, so its size need not be a multiple of their number. With several
+    processes, all must make the same calls with the same arguments. The scoring is compiled once
+    per size of a group.
     """
 
     def __init__(self, reward: Reward, prepared: Any, prompts: Sequence[int], mesh: Mesh) -> None:
@@ -50,11 +51,12 @@ class GroupScoring:
         """Passes on the next images of the series. Also scores the groups that they complete.
 
         A group is the candidates of one prompt, or a part of them. Images of an incomplete group
-        are kept until its last one comes.
+        are kept until its last one comes. All processes must call it with the same arguments.
 
         Args:
-            images: The images as a NumPy array [b, H, W, 3] in [0, 1], or clips [b, T, H, W, 3];
-                None if the reward scores latents alone.
+            images: The images as a NumPy array [b, H, W, 3] in [0, 1], or clips [b, T, H, W, 3], of
+                which a reward of images gets `Reward.frames` frames; None if the reward scores
+                latents alone.
             latents: Their latents, a NumPy array [b, h, w, c], of clips [b, t, h, w, c]. Rows
                 beyond the last prompt are padding, which is not scored.
 

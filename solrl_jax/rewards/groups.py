@@ -105,9 +105,9 @@ def round_robin(prefer: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any, A
     Returns:
         A function (params, inputs, prepared) -> {"reward": win rates [n] in [0, 1]} for a group of
         n images, which jit can trace. It calls `prefer` n times in sequence, each time with one
-        image against all n. A group of one image scores 0.5 without a call. Pairs with a non-finite
-        preference are left out; an image without any other pair scores NaN. Tracing it raises
-        ValueError if the preferences do not have the shape [n].
+        image, repeated n times as `first`, against all n. A group of one image scores 0.5 without a
+        call. Pairs with a non-finite preference are left out; an image without any other pair
+        scores NaN. Tracing it raises ValueError if the preferences do not have the shape [n].
     """
 
     def score(params: Any, inputs: Any, prepared: Any) -> dict[str, Array]:

@@ -212,8 +212,8 @@ class Workers:
     ) -> CallResult | str | None:
         """Waits for a call.
 
-        Also closes the pool if the call has no answer 10 seconds (`GRACE`) after its timeout,
-        because its process then ended without notice.
+        Also closes the pool if the call has no answer 10 seconds (`GRACE`) after its timeout
+        (counted from when it is first seen running), because its process then ended without notice.
 
         Args:
             pool: The process pool that runs the call.
@@ -461,7 +461,8 @@ class Scoring:
     def _note_failure(self, reward: HostReward, rows: slice, problem: str, answer: Scores) -> None:
         """Counts the images of a failed call that have no score, or ends the run.
 
-        Also keeps the message for `finish`, if it is the first one of the reward.
+        Also updates `HostRewards.failures_in_a_row`, and keeps the message for `finish` if it is
+        the first one of the reward.
 
         Args:
             reward: The reward whose call failed.
@@ -667,7 +668,7 @@ def _call(
 
     Raises:
         ScoringFailure: If the function raised a `ScoringFailure` whose `scores` have the wrong
-            form.
+            form. `Workers._wait` returns its message.
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
     usage.take()

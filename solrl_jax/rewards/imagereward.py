@@ -32,10 +32,11 @@ def imagereward(
 
     Args:
         paths: The setting `reward.paths`: where the files are, by key. "imagereward": the converted
-            safetensors file or its directory, by default `weights/ImageReward.safetensors`.
-            "imagereward/tokenizer": a directory, or the name of a hub repository, with the
-            tokenizer, by default google-bert/bert-base-uncased. A plan passes the constant
-            `sources.CARRIED` instead, which stands for the files in the package, without weights.
+            safetensors file or its directory, by default `weights/ImageReward.safetensors` in the
+            working directory. "imagereward/tokenizer": a directory, or the name of a hub
+            repository, with the tokenizer, by default google-bert/bert-base-uncased. `solrl plan`
+            passes the constant `sources.CARRIED` instead, which stands for the files in the
+            package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 

@@ -53,10 +53,11 @@ def mixture(
     Returns:
         A reward. Its `params` and what its `prepare` returns are dicts by the name of the part (for
         `prepare` also of the parts of `group`). Its `inputs` are those of the parts if they agree,
-        "both" if they differ, and "images" without parts. Its field `is_sum` is set, and `clips` if
-        any part gets whole clips; `others` is empty, and `differentiable` false. Its `check` also
-        calls the checks of `host` and `group`. Its `check`, `prepare` and `score` raise InputError
-        with the name of the part if that of a part raises or returns arrays of a wrong form.
+        "both" if they differ, and "images" without parts. Its `frames` is the argument,
+        `is_sum` is set, and `clips` if any part gets whole clips; `others` is empty, and
+        `differentiable` false. Its `check` also calls the checks of `host` and `group`. Its
+        `check`, `prepare` and `score` raise InputError with the name of the part if that of a part
+        raises or returns arrays of a wrong form.
 
     Raises:
         ValueError: If there are no parts, no `host` and no `group`.

@@ -46,7 +46,7 @@ class NetworkReward(Reward):
     def load(self, mesh: Mesh | None, dtype: DTypeLike) -> Reward:
         """Reads the parameters of the networks, in float32.
 
-        A network of which the package has only the configuration (for a plan) gets abstract
+        A network of which the package has only the configuration (for `solrl plan`) gets abstract
         parameters (`jax.ShapeDtypeStruct`), and no file is read. In a run of several processes,
         each calls it, and reads only what its own devices hold.
 
@@ -113,16 +113,16 @@ def score_in_parts(
 ) -> Scores:
     """Scores images in parts of 4 per device (`IMAGES_PER_DEVICE`), to bound memory, under jit.
 
-    All parts have the same size (the last one is padded), so the score of an image does not depend
-    on the part it is in.
+    All parts have this size (the last one is padded, even if it is the only one), so the score of
+    an image does not depend on the part it is in.
 
     Args:
         score: A function (params, (images, prepared)) -> scores, an array by name with one row per
-            image.
+            image, which depends on this image alone.
         params: The parameters of the networks, by name, passed on to `score`.
         images: Images [b, H, W, 3] in [0, 1]. The number b is a multiple of the devices of
-            the current mesh (`jax.set_mesh`), whose axes `sequence` and `tensor` have size 1.
-            Without a mesh there is one device.
+            the current mesh (`jax.set_mesh`), whose axes `sequence` and `tensor` have size 1
+            (`parallel.sharding.rows_only`). Without a mesh there is one device.
         prepared: A pytree of arrays with one row per image: the prepared prompt of each.
 
     Returns:

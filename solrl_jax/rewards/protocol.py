@@ -166,12 +166,13 @@ class Reward:
         params: The arrays that `score` computes with: any pytree, or None.
         prepare: Turns a sequence of prompts into a pytree of arrays with one row per prompt. It
             runs on the host, in every process, before images of these prompts are generated.
-        score: A function (params, inputs, prepared) -> dict of arrays [b] with the key "reward" and
-            the keys in `others`. `params` is the field; `inputs` are images or latents, as the
-            field `inputs` says; `prepared` has one row per image: the row of its prompt. The
-            function is traced by jit with rows divided over the mesh, so the score of an image must
-            not depend on the other images, unless `groupwise` is set. None only for a weighted sum
-            that has no rewards of its own inside JAX.
+        score: A function (params, inputs, prepared) -> dict of arrays [b] with the key "reward"
+            (unless the reward is a weighted sum without weights) and the keys in `others`. `params`
+            is the field; `inputs` are images or latents, as the field `inputs` says; `prepared` has
+            one row per image: the row of its prompt. The function is traced by jit with rows
+            divided over the mesh, so the score of an image must not depend on the other images,
+            unless `groupwise` is set. None only for a weighted sum that has no rewards of its own
+            inside JAX.
         others: Names of the scores beside "reward", which can be recorded or trained on too.
         host: Only for weighted sums: the rewards outside JAX that belong to the sum, or None.
         check: Is called with every prompt of a run (`Prompt`), and raises ValueError if the reward
@@ -300,7 +301,8 @@ class Reward:
                 of the matmuls of its networks.
 
         Returns:
-            A copy of the reward with placed `params`; the reward itself if `mesh` is None.
+            A copy of the reward with placed `params` (those of `group` stay where they are); the
+            reward itself if `mesh` is None.
 
         Raises:
             AttributeError: If there is a mesh and a leaf of `params` is not an array.
@@ -450,7 +452,8 @@ def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index:
     """`score_samples` as a program of its own, which is compiled once per reward object and set of
     shapes.
 
-    Arguments, result and errors are those of `score_samples`.
+    Arguments, result and errors are those of `score_samples`. The caller sets the mesh that holds
+    the arguments (`jax.set_mesh`), divided over it or replicated.
 
     Args:
         reward: A reward whose `score` is not None; static.

@@ -65,7 +65,7 @@ class JaxEntry:
     """The entry of a reward of the package that is scored inside JAX. It has no options.
 
     Attributes:
-        open: Opens the reward, given the setting `reward.paths`, or for a plan the constant
+        open: Opens the reward, given the setting `reward.paths`, or for `solrl plan` the constant
             `sources.CARRIED` (the configurations in the package). It checks the files and downloads
             those of the hub that are missing, but reads no weights. It raises ValueError
             (InputError among them) if a file is missing or does not fit its network.
@@ -288,8 +288,8 @@ def open_rewards(
     is imported.
 
     Args:
-        settings: The section "reward" of the configuration. For a plan, its `paths` are the
-            constant `sources.CARRIED`: the networks get the released configurations that the
+        settings: The section "reward" of the configuration. `solrl plan` replaces its `paths` by
+            the constant `sources.CARRIED`: the networks get the released configurations that the
             package has, without weights.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16. It takes
             effect in `OpenedRewards.load`.
@@ -299,11 +299,11 @@ def open_rewards(
             the rewards in `settings.weights` must have one. None: they need not.
 
     Returns:
-        The first three arguments and, by name, a `Reward` or `HostReward` for each reward that a
-        score in `settings.weights`, `settings.eval_only` or `explore` belongs to. A name decides
-        its kind: "judge" and "judge-NAME" are judges, other names in `REWARDS` rewards of the
-        package, "http://..." and "https://..." services, and any other name a user's function
-        ("module:function") or an entry point of an installed package.
+        The opened rewards, with the first three arguments: by name, a `Reward` or `HostReward` for
+        each reward that a score in `settings.weights`, `settings.eval_only` or `explore` belongs
+        to. A name decides its kind: "judge" and "judge-NAME" are judges, other names in `REWARDS`
+        rewards of the package, "http://..." and "https://..." services, and any other name a user's
+        function ("module:function") or an entry point of an installed package.
 
     Raises:
         InputError: If a reward cannot be opened: its name is unknown, its options are not accepted,

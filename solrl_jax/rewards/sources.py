@@ -88,8 +88,8 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
         paths: The setting `reward.paths`, by the same keys: for a `Hub` source a directory or the
             name of another repository (an existing directory wins), for a `Converted` source the
             file or its directory. Without an entry: the repository of the source, or its file in
-            the folder "weights" of the working directory. A plan passes the constant `CARRIED`,
-            which stands for the configurations in the package.
+            the folder "weights" of the working directory. `solrl plan` passes the constant
+            `CARRIED` itself, which stands for the configurations in the package.
 
     Returns:
         The directory of a `Hub` source, which has all its files, or the file of a `Converted`

@@ -64,8 +64,8 @@ class Experiment:
             which are all of one kind.
         train_prompts: The prompts that are trained on, distinct and in the order of their file.
         test_prompts: The prompts that are evaluated on, distinct and in the order of their file.
-        size: Height and width in pixels of the images that `sampler`, `schedule` and `explorer` are
-            for, and the number of frames of clips.
+        size: The size that `sampler`, `schedule` and `explorer` are for: (height, width) in pixels,
+            or for clips (height, width, number of frames).
         exploration_reward: The weighted sum of the scores in `rollout.explore.reward`, which ranks
             the candidates. None: `reward` ranks them as well.
     """
@@ -113,8 +113,8 @@ class Experiment:
         too.
 
         Args:
-            size: Height and width in pixels, and the number of frames of clips. Whether the model
-                supports them is not checked here.
+            size: (height, width) in pixels, or for clips (height, width, number of frames). Whether
+                the model supports it is not checked here.
 
         Returns:
             This object if it has that size already. Otherwise an experiment that shares everything
@@ -174,9 +174,9 @@ class Experiment:
         Args:
             steps: The number of solver steps, at least 1. The full schedule has
                 `rollout.num_steps`.
-            noise_start: The first step of the full schedule, counted from 0, of the
-                `rollout.sde_window_size` (None: all) that add noise, if `rollout.noise_level` is
-                above 0. None: no step does.
+            noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
+                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
+                (counted from 0) on; without a window size, at all from there on. None: no noise.
 
         Returns:
             The schedule, as arrays on the host.
@@ -209,7 +209,8 @@ class Experiment:
         Returns:
             A sampler that uses the policy for all steps and does not keep intermediate latents
             (`recorded` is 0). Each device generates `rollout.per_device_batch_size` samples at
-            once, or its share of the candidates of an iteration, if that is smaller.
+            once, or if that is smaller, the candidates of an iteration divided by the size of the
+            mesh axes `data` and `fsdp` together, rounded up.
 
         Raises:
             ValueError: If the model does not support the size of the images.
@@ -289,9 +290,9 @@ class Experiment:
         arguments.
 
         Args:
-            prompts: The prompts, as text or with metadata for the reward, at least one. They get
-                the instruction of `model.instruction`, if it is set, before them, and are
-                padded or cut to `model.max_sequence_length` tokens.
+            prompts: The prompts, at least one, each a text with metadata for the reward. They get
+                the instruction of `model.instruction`, if it is set, before them, and are padded or
+                cut to `model.max_sequence_length` tokens.
             reward: The reward that will score images of these prompts. None: they will not be
                 scored.
 
@@ -352,9 +353,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     First come the checks that load nothing, then the rewards are loaded, then the model is opened
     and checked against the configuration, and its weights are loaded last. Also imports the
     functions that the configuration names outside the package (and appends the working directory to
-    `sys.path` for them), may download models, files of rewards and prompts from the hub, and opens
-    the connections between the devices of all hosts, whose processes must have called
-    `hosts.initialize` before. All rewards are tried with one prompt of their set at each image
+    `sys.path` for them), may download models, files of rewards and prompts from the hub, and with
+    several hosts, whose processes must have called `hosts.initialize` before, runs the first
+    collectives over their devices. All rewards are tried with one prompt of their set at each image
     size: those inside JAX are traced; those outside it start their workers and score a gray image,
     for which judges and services get requests. Every process of a run must call it with the same
     arguments.
@@ -642,7 +643,7 @@ def first_device_info() -> DeviceInfo:
     backend if nothing has done so before.
 
     Returns:
-        The platform, the kind and the CUDA compute capability of the device.
+        The platform, the kind and the CUDA compute capability of the device; (0, 0) if it has none.
     """
     return DeviceInfo.from_jax(jax.devices()[0])
 
@@ -654,17 +655,18 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     hub's cache; without a network, the newest one in the cache is read.
 
     Args:
-        config: `prompts.train` and `prompts.test` name the sets: files, "embedded:NAME" or
-            "hub:OWNER/DATASET".
+        config: `prompts.train` and `prompts.test` name the sets: files, "embedded:NAME" for a set
+            that is shipped with the package, or "hub:OWNER/DATASET".
 
     Returns:
         The distinct prompts of both sets (train, test), with their metadata, each in the order of
         its file.
 
     Raises:
-        InputError: If a file is missing, cannot be read or downloaded, holds no prompt, more than
-            2**20 or one that cannot be used, or repeats a prompt with other metadata (in tables and
-            data sets of the hub, the first row counts instead).
+        InputError: If a file is missing, cannot be read or downloaded, holds no prompt or more than
+            2**20, has a prompt that is blank, over 20,000 characters or with control characters, or
+            repeats a prompt with other metadata (in tables and data sets of the hub, the first row
+            counts instead).
     """
     return load_prompts(config.prompts.train, "prompts.train"), load_prompts(
         config.prompts.test, "prompts.test"
@@ -683,8 +685,8 @@ def read_instruction(config: Config) -> str | None:
         The text without the line feed at its end; None if the configuration names no file.
 
     Raises:
-        InputError: If the file is missing, blank or not text, has control characters, or is longer
-            than a prompt may be.
+        InputError: If the file is missing, blank or not text, or has control characters or more
+            than 20,000 characters.
     """
     path = config.model.instruction
     return None if path is None else load_instruction(path, "model.instruction")

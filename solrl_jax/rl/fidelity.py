@@ -108,7 +108,7 @@ def mean_true_rank(
         proxy: The proxy rewards, one row per prompt. A candidate whose proxy reward is not finite
             is never among the best or worst ones.
         true: The true rewards, in the shape of `proxy`. A candidate whose true reward is not finite
-            is left out of the mean.
+            ranks after all others and is left out of the mean.
         within: How many of the best (or worst) candidates by proxy are averaged.
         best: True averages the best candidates by proxy, False the worst.
 

@@ -134,7 +134,7 @@ class Samples:
         usage: What rewards outside JAX cost, by "REWARD/COUNTER": the sum of each counter that a
             reward reports, such as requests or tokens, and for these rewards also
             "REWARD/seconds_waited", the seconds that all hosts together waited for it. Empty if no
-            reports a counter.
+            reward reports a counter.
     """
 
     latents: Float[np.ndarray, "b ... c"]
@@ -394,11 +394,10 @@ def _sample_parts(
 ) -> list[SampledChunk]:
     """Generates the samples `start` to `stop` of `seed_batch`, in parts that fit the devices.
 
-    A part is what all devices sample at once: `sampler.samples_per_device` samples per device,
-        where the devices
-    along the mesh axes `sequence` and `tensor` count as one because they work on the same samples.
-    For scoring, these devices hold samples of their own, so as many parts as there are devices
-    along these two axes are scored together. Every process must call it.
+    A part is what the mesh samples at once: `sampler.samples_per_device` samples per device, where
+    the devices along the mesh axes `sequence` and `tensor` count as one because they work on the
+    same samples. For scoring, each of these devices has samples of its own, so as many parts are
+    scored together as the product of the sizes of these two axes. Every process must call it.
 
     Args:
         backbone: The networks, and the mesh that they sample on.
@@ -410,8 +409,8 @@ def _sample_parts(
             negative prompt.
         seed_batch: The samples to generate. Its noise is used if it has one.
         start: The index of the first sample in `seed_batch`.
-        stop: The index after the last sample; from `start` to it are at most as many samples as are
-            scored together.
+        stop: The index after the last sample, above `start`; at most as many samples as all parts
+            have.
 
     Returns:
         One tuple per part, as many as are scored together, float32 on the mesh: its latents; the
@@ -482,8 +481,8 @@ def _score_chunk(
     Args:
         sampled: The latents, the recorded states and the intermediate latents of the chunk.
         decoder: Decodes the latents, if images are kept or the reward needs them.
-        reward: The reward. Scores of its `host` and `group` are not computed here. None: nothing is
-            scored.
+        reward: The reward. Its parts outside JAX (`host`) and those that compare the candidates of
+            a prompt (`group`) are not scored here. None: nothing is scored.
         prepared: The result of `reward.prepare`, on every device.
         index: The row of `prepared` of each sample.
         scoring: Selects the inputs of rewards outside JAX. None: there are none.

@@ -127,8 +127,8 @@ def iterate(
     Args:
         experiment: The parts of the run that do not change.
         state: The state before the iteration. Its old policy generates the samples.
-        iteration: The number of the iteration, from 1. It decides the prompts, the seeds and the
-            size of the images.
+        iteration: The number of the iteration, from 1. It decides the prompts (each epoch takes
+            them in a new random order), the seeds and the size of the images.
         exploration_level: The index in `experiment.explorer.settings` of how candidates are
             explored. 0 is as configured; larger ones are more faithful.
         progress: Called with a phase ("explore", "regenerate", "targets" for objectives that train
@@ -274,16 +274,16 @@ def make_samplers(
         experiment: The experiment of the iteration.
         old: The trainable parameters by path of the old policy, which both phases sample from.
         setting: The format and the number of steps of exploration.
-        noise_start: The first step of the full schedule, counted from 0, of the
-            `rollout.sde_window_size` (None: all) that add noise, if `rollout.noise_level` is above
-            0.
+        noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
+            `rollout.sde_window_size` steps of the full schedule from step `noise_start` (counted
+            from 0) on; without a window size, at all from there on.
 
     Returns:
-        The sampler of exploration and that of regeneration. The one whose samples are trained on
-        (that of exploration if nothing is regenerated) records the states that the objective trains
-        at. Where both phases have the same first steps (`continued_steps`), exploration keeps the
-        latents after them, and the regeneration has only the steps that follow. The caller must
-        give it these latents as the noise.
+        The sampler of exploration and that of regeneration, also if nothing is regenerated. The one
+        whose samples are trained on (that of exploration if nothing is regenerated) records the
+        states that the objective trains at. Where both phases have the same first steps
+        (`continued_steps`), exploration keeps the latents after them, and the regeneration has only
+        the steps that follow. The caller must give it these latents as the noise.
 
     Raises:
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
@@ -417,8 +417,8 @@ def reward_metrics(
         * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if they were
           generated anew, of the samples in `kept` of usable prompts.
         * "reward_failures/NAME": For each reward outside JAX, the number of images that it could
-          not score in exploration and regeneration together, also of padding; of clips, each
-          scored frame counts.
+          not score in exploration and regeneration together, also of unusable prompts; of clips,
+          each scored frame counts.
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
           requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
         * "fidelity/spearman", "fidelity/kendall": The rank correlations between what ordered the
@@ -500,8 +500,9 @@ def ledger_columns(
 
     Returns:
         Columns by name. Those with one entry per candidate, prompt by prompt: "prompt" (list of
-        text), "prompt_uid" (uint32), "candidate" (the index within the prompt), "seed" (uint64),
-        "proxy_reward" (`selection.proxy_rewards`, float32), "rank" (within the prompt, by
+        text), "prompt_uid" (uint32, a hash of the text), "candidate" (the index within the prompt),
+        "seed" (uint64, both words of the seed, the first in the high bits), "proxy_reward"
+        (`selection.proxy_rewards`, float32), "rank" (within the prompt, by
         `selection.ranking_values`; 0 is the best), "kept" (bool, False for all candidates of a
         prompt that is not usable), and "regenerated_reward" and "advantage", masked float32 arrays
         whose entries of candidates that were not kept are masked. Single values that hold for all:

@@ -142,8 +142,8 @@ def _requests(
         One request for each of these fields, in this order: `rollout.candidates` (latents of an
         iteration, twice where regeneration continues from the configured exploration),
         `eval.num_images_per_prompt` (latents of an evaluation) and `eval.num_grid_images` (images
-        of its grid), in the memory of this host; `rollout.kept` (the samples that are trained on,
-        with recorded states and targets), `lora.rank` (six copies of the adapters) and
+        of its grid), in the physical memory of this host; `rollout.kept` (the samples that are
+        trained on, with recorded states and targets), `lora.rank` (six copies of the adapters) and
         `rollout.per_device_batch_size` (a batch of images, at most a device's share of the
         candidates of an iteration), in the memory of a device. All arrays are float32.
     """

@@ -297,7 +297,7 @@ def add_reference_term(
         kl_coef: The weight of the term, `algorithm.kl_coef`, a number and no array.
 
     Returns:
-        The loss `loss + kl_coef kl`, and the metrics with `kl` as "loss/kl".
+        The loss `loss + kl_coef kl`, and a new dict of the metrics with `kl` as "loss/kl".
     """
     if kl_coef == 0:
         return loss, metrics
@@ -446,8 +446,9 @@ def clipped_policy(
     Returns:
         One loss per sample, and as metrics per sample the loss ("loss/policy"), the ratio R
         ("ratio", without gradient and at most `MAX_RATIO`, 1e6), and 1 or 0 for whether R differs
-        from 1 by more than c ("ratio/clipped"). An R that overflows to infinity leaves loss and
-        gradient finite, unless A is below 0: only then is the loss not bounded by the clip.
+        from 1 by more than c ("ratio/clipped"). If R overflows to infinity, loss and gradient
+        stay finite where A is at least 0; where A is below 0, the clip does not bound the loss,
+        which is then infinite.
     """
     advantage = scale * (2 * target.optimality - 1)
     ratio = jax.lax.stop_gradient(jnp.exp(log_r))

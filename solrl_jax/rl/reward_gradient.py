@@ -100,7 +100,7 @@ def gradient_decoder(decoder: Decoder) -> Decoder:
     (2^18) pixels at a time with it, or one image, tile or latent frame of a clip if that has more.
 
     Args:
-        decoder: The decoder that images are scored with. Tiles stay tiles.
+        decoder: The decoder that images are scored with. Its tile size, if any, is kept.
 
     Returns:
         The same decoder with the same parameters, which decodes the same images in smaller batches.
@@ -164,8 +164,9 @@ def samples_per_call(config: Config, count: int, devices: int) -> int:
         devices: The number of devices.
 
     Returns:
-        A multiple of `devices`: at most `rollout.per_device_batch_size` samples per device.
-        `add_targets` pads the samples of the last call to this number.
+        `devices` times the samples per device, which are `count / devices` rounded up, but at most
+        `rollout.per_device_batch_size`. `add_targets` pads the samples of the last call to this
+        number.
     """
     return devices * min(config.rollout.per_device_batch_size, -(-count // devices))
 

@@ -33,9 +33,11 @@ def make_schedule(
             noise. None: no step does.
 
     Returns:
-        The schedule, as arrays on the host. One with fewer steps than the full schedule adds the
-        noise that a seed has on the full one between the same sigmas. One with more steps draws
-        other noise, and `noise_start` counts its own steps.
+        The schedule, as arrays on the host. In one with fewer steps than the full schedule, the
+        noise of a step is the sum of the noise that the same seed has on the full one between the
+        same sigmas, scaled to the noise level of the step; this is lower where only a part of the
+        step is to add noise. One with more steps draws other noise, and `noise_start` counts its
+        own steps.
     """
     return Schedule.from_config(
         rollout,
@@ -122,7 +124,7 @@ class Sampler:
 
     @property
     def frames(self) -> int:
-        """The number of frames of a sample, 1 for images."""
+        """The number of frames of a decoded sample, 1 for images."""
         if len(self.shape) == 3:
             return 1
         return 1 + (self.shape[0] - 1) * (self.decoder.pipeline.temporal_compression or 1)

@@ -34,7 +34,7 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
 
     Samples without a finite reward are left out, and so is the middle one of an odd number of
     others. So that every prompt has the same number of pairs, n / 2 rounded down, missing ones are
-    filled up with padding: pairs that name one sample twice.
+    filled up with padding: pairs that name some sample of the prompt twice.
 
     Args:
         rewards: One row of n rewards per prompt. If rewards are equal, the lower index counts as
@@ -42,7 +42,8 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
 
     Returns:
         Two arrays of indices into the flattened rewards: the better sample of each pair, and the
-        worse one. Pairs are ordered by prompt, then from the most extreme one on, padding last.
+        worse one. Pairs are ordered by prompt; those of a prompt from the most extreme one on, and
+        its padding last.
     """
     count = rewards.shape[1]
     order = np.argsort(rank(rewards), axis=1)  # non-finite rewards come last

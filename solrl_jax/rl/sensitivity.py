@@ -28,7 +28,8 @@ class Sensitivity:
         group: The name of the group: a module of the blocks between slashes, such as "/attn/", or
             the first part of the path of any other layer, such as "proj_out/" (`group_of`).
         linears: The number of linear layers in it. Each layer of a stack counts as one.
-        share: The fraction of all multiplications per token that is in these layers, in [0, 1].
+        share: The fraction of the weights of all linear layers that is in this group, in [0, 1]. It
+            is the fraction of the multiplications if all layers are applied to every token.
         spearman: The rank correlation of explored and regenerated rewards with only this group
             quantized, mean over prompts. NaN if it is defined for no prompt.
     """
@@ -40,8 +41,8 @@ class Sensitivity:
 
 
 def group_of(path: str) -> str:
-    """Returns the group of a linear layer: the module of the blocks that it belongs to, or the
-    first part of its path if this does not end in "blocks".
+    """Returns the group of a linear layer: the part of its path after the blocks (after their
+    number or range, if they have one), or the first part if this does not end in "blocks".
 
     The name is a part of all paths of this group, so that it can stand in
     `model.quantization.modules_to_not_convert`. Outside of the blocks it may also be a part of
@@ -51,10 +52,9 @@ def group_of(path: str) -> str:
         path: The path of the layer's kernel, parts joined by "/".
 
     Returns:
-        The name. "/attn/" for `transformer_blocks/attn/to_q/kernel`, and also for
-        `transformer_blocks/0-3/attn/to_q/kernel`, where a part of the blocks is named by a number
-        or a range. "proj_out/" for `proj_out/kernel`, and "layers/" for all blocks of Z-Image in
-        `layers`.
+        The name. "/attn/" for `transformer_blocks/attn/to_q/kernel` and for
+        `transformer_blocks/0-3/attn/to_q/kernel`. "proj_out/" for `proj_out/kernel`, and "layers/"
+        for all blocks of Z-Image in `layers`.
     """
     first, *others = path.split("/")
     if not first.endswith("blocks"):
@@ -90,8 +90,8 @@ def measure(
 
     Returns:
         The mean Spearman correlation over prompts if nothing is quantized, and the results of all
-        groups (name, number of layers, share of the multiplications, correlation), in the order of
-        the sorted paths of their first layers.
+        groups (name, number of layers, share of the weights, correlation), in the order of the
+        sorted paths of their first layers.
 
     Raises:
         RunError: If the correlation without quantization is defined for no prompt, for example
@@ -191,7 +191,7 @@ def format_table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str
 
     Returns:
         The lines, joined by line feeds. The line of a group has its number of linear layers, its
-        share of the multiplications in percent and its Spearman correlation; the last line has
+        share of the weights in percent and its Spearman correlation; the last line has
         `skip` and `min_width_ratio=0` as overrides of the configuration.
     """
     lines = [f"{'nothing':<24}{'':>36}spearman {exact:.3f}"]

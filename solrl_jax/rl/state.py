@@ -144,8 +144,8 @@ def init_state(
         lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for which the state of the optimizer
             is made.
-        mesh: The mesh that the state is placed on: small arrays on every device, others divided
-            over `fsdp` and, for the outputs of linear layers, `tensor`.
+        mesh: The mesh that the state is placed on: arrays of fewer than 4096 elements on every
+            device, others divided over `fsdp` and, for the outputs of linear layers, `tensor`.
         start: Adapters by path, from `read_start`, for all three policies. Other paths get initial
             adapters (A random, B zero), and so do unused ranks of these (a column of A and a row of
             B that are both zero), which could not be trained otherwise. None: all adapters are
@@ -181,8 +181,8 @@ def abstract_state(
 
     Returns:
         A `TrainState` with a `jax.ShapeDtypeStruct` in place of each array. Its sharding is that of
-        `sharding.parameter_sharding`: small arrays are replicated, others divided over `fsdp` and,
-        for the outputs of linear layers, `tensor`.
+        `sharding.parameter_sharding`: arrays of fewer than 4096 elements are replicated, others
+        divided over `fsdp` and, for the outputs of linear layers, `tensor`.
     """
     shapes = jax.eval_shape(
         lambda key, base: _fresh(key, base, trained_paths, lora, optimizer, {}),

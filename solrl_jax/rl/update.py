@@ -130,10 +130,11 @@ def update(
     replacement from its seed: noised anew to that sigma, with noise from its seed, or (for
     objectives that train on transitions) at the recorded step that starts there, where only steps
     that add noise are drawn, or (for those that train on reward gradients) at the one recorded
-    state. Each such pair of a sample and a sigma is a term of the loss. The terms are divided among
-    the optimizer steps, each of which minimizes their mean. Terms of samples of weight 0 do not
-    count, and neither do those of a micro-batch whose loss or gradient is not finite: the mean is
-    over the other terms. Every process of a run must call it.
+    state. Each such pair of a sample and a sigma is a term of the loss. The terms, first those at
+    the first drawn sigma of each sample, then those at the second, and so on, are divided in this
+    order among the optimizer steps, each of which minimizes the mean of its own. Terms of samples
+    of weight 0 do not count, and neither do those of a micro-batch whose loss or gradient is not
+    finite: the mean is over the other terms. Every process of a run must call it.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -254,7 +255,8 @@ def _optimizer_step(
     """Takes one optimizer step on the mean loss over some terms, and one step of the EMA.
 
     Parameters that are trained in full are clipped to the bounds of their parameter, if it has any.
-    After step t, the decay of the EMA is min((1 + t) / (10 + t), `algorithm.ema_decay`).
+    The decay of the EMA is min((1 + t) / (10 + t), `algorithm.ema_decay`), where t is the number of
+    optimizer steps taken, this one included.
 
     Args:
         problem: The inputs of the loss beside the trained parameters.
@@ -327,9 +329,9 @@ def _accumulate(
     Returns:
         The gradient, in the structure and the shapes of `trainable`, and sums over all
         micro-batches: the metrics of `loss`, its value as "loss", and the number of micro-batches
-        whose loss or gradient is not finite as "skipped_micro_batches". These add nothing to the
-        other sums. The gradient of adapters is on every device; that of arrays that are trained in
-        full is sharded as they are.
+        whose loss or gradient is not finite as "skipped_micro_batches". Such micro-batches add
+        nothing to the other sums. The gradient of adapters is on every device; that of arrays that
+        are trained in full is sharded as they are.
     """
     adapters, arrays = split_adapters(trainable)
     groups = sharding.row_groups(mesh)
@@ -421,8 +423,8 @@ def _gather(x: Float[Array, " padded_size"], like: Array) -> Array:
 
 
 def _divide_over_groups(tree: Any) -> Any:
-    """Flattens each row of arrays and reshards them: before, a group of devices has one row; then
-    it has some of the columns of all rows.
+    """Flattens all axes of arrays but the first and reshards them: before, a group of devices has
+    one row; then it has some of the columns of all rows.
 
     Args:
         tree: A tree of float arrays with one row per group of devices that share samples (the axes
@@ -466,8 +468,8 @@ def _micro_batch_loss(
 
     Returns:
         The loss, and the metrics of the objective, each as the sum over the terms of the
-        micro-batch divided by `total`. Among the metrics is also the sum of the terms' weights, by
-        the name `_USED`.
+        micro-batch divided by `total`. Among the metrics is also the sum of the terms' weights, not
+        divided, by the name `_USED`.
     """
     batch = problem.batch
     config = problem.config

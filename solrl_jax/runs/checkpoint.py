@@ -131,8 +131,9 @@ def iterate_intact(root: RunPath) -> Iterator[RunPath]:
 def rank_by_reward(root: RunPath) -> list[RunPath]:
     """Lists the checkpoints that were saved with an evaluation, the highest held-out reward first.
 
-    The reward is the "eval/reward" in the checkpoint's metadata. Checkpoints where it is missing or
-    None, and those that a quick check (`iterate_intact`) finds damaged, are left out.
+    The reward is the "eval/reward" of the entry "evaluation" in the checkpoint's metadata.
+    Checkpoints where either is missing or None, and those that a quick check (`iterate_intact`)
+    finds damaged, are left out.
 
     Args:
         root: The directory of checkpoints. It need not exist.
@@ -167,9 +168,9 @@ def verify(path: RunPath, *, contents: bool = True) -> None:
             its copy.
 
     Raises:
-        CheckpointError: If files are missing, unknown, altered or cannot be read, if another
-            version of solrl_jax saved the checkpoint, or if the directory is named after another
-            iteration than the one it holds.
+        CheckpointError: If files are missing, unknown, altered or cannot be read, if `meta.json`
+            has another number under "format" than `FORMAT`, or if the directory is named after
+            another iteration than the one it holds.
     """
     if isinstance(path, StorePath):
         reason = files.stored_damage(path)
@@ -244,7 +245,8 @@ def newest_usable(root: RunPath, use: Callable[[RunPath], T]) -> tuple[T, list[s
     """Calls a function with the checkpoints in `root`, newest first, until it succeeds.
 
     Every process of a run calls this, and all try the same checkpoints in the same order. A run
-    that saves meanwhile may remove the listed ones; if all fail, newly listed ones are tried.
+    that saves meanwhile may remove the listed ones. So if all fail and `root` now lists others, all
+    listed ones are tried from the newest on.
 
     Args:
         root: The directory of checkpoints. It need not exist.
@@ -300,7 +302,8 @@ def restore(
     Returns:
         A tuple: the state, a pytree of jax arrays with the structure and shardings of
         `abstract_state`; and the metadata that it was saved with, by name, with "iteration".
-        Parameters that solrl_jax has added since (`ADDED`) and that the checkpoint lacks are 0.
+        Parameters that the checkpoint lacks because solrl_jax has added them since (their key path
+        matches `ADDED`) are 0.
 
     Raises:
         CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
@@ -322,8 +325,8 @@ def restore(
 def _local_copy(path: StorePath) -> Iterator[Path]:
     """A context manager that copies a checkpoint from an object store to a temporary directory.
 
-    Every process of a run calls this. The copy is removed at the end. Errors of the body name the
-    checkpoint in the store, not the copy.
+    Every process of a run calls this. The copy is removed at the end. In a CheckpointError or
+    InputError of the body, the path of the copy is replaced by that in the store.
 
     Args:
         path: The directory of the checkpoint in the store.
@@ -333,7 +336,7 @@ def _local_copy(path: StorePath) -> Iterator[Path]:
 
     Raises:
         CheckpointError: In all processes, if one of them could not copy it, or if the copy of a
-            process other than the first is damaged.
+            process other than the first is damaged. The body verifies that of the first.
     """
 
     def download(copy: Path) -> None:
@@ -473,7 +476,8 @@ def compare_leaves(path: RunPath, saved: dict[str, Any], abstract_leaves: dict[s
             (e.g. ".ema['blocks/attn/to_q/kernel']['a']"), a dict with "shape" (a list of sizes) and
             "dtype" (its name, e.g. "float32").
         abstract_leaves: The leaves that the state needs (`jax.ShapeDtypeStruct` or arrays), by key
-            path as `jax.tree_util.keystr` writes it. Only their shape and dtype are compared.
+            path as `jax.tree_util.keystr` writes it. Only their shape and dtype are compared. The
+            caller leaves out those that the checkpoint may lack (`ADDED`).
 
     Raises:
         CheckpointError: If an array is only on one side, or has another shape or dtype. The message
@@ -505,8 +509,8 @@ def _read_header(path: RunPath) -> dict[str, Any]:
         "shape" and "dtype" for each array, by key path). "meta" and "arrays" are there for certain.
 
     Raises:
-        CheckpointError: If the file cannot be read or is no JSON, or if "meta" or "arrays" is
-            missing or has another form.
+        CheckpointError: If the file cannot be read or is no JSON, if "meta" or "arrays" is no dict,
+            or if an array lacks its shape or dtype.
     """
     try:
         header = parse_json(read_bytes(path / META))
@@ -533,7 +537,8 @@ def orbax() -> tuple[Any, Any]:
     """Imports `orbax.checkpoint` and `etils.epath` at the first call, because the import is slow.
 
     From the first call on, the process drops what orbax logs at any level (through absl and
-    asyncio) and the errors of its closed event loops, because its failures are raised anyway.
+    asyncio), because its failures are raised anyway. Also, `sys.unraisablehook` no longer shows
+    "Event loop is closed".
 
     Returns:
         The modules `orbax.checkpoint` and `etils.epath`, in this order.

@@ -60,8 +60,8 @@ def begin(
         iteration: The number of complete iterations, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
         meta: JSON values by name, without NaN and infinity. Those of the first process are saved.
-        keep: The number of newest intact checkpoints that are kept afterwards, at least one. None:
-            no checkpoint is removed, and `best` has no effect.
+        keep: The number of newest intact checkpoints that are kept afterwards; below 1, one is
+            kept. None: no checkpoint is removed, and `best` has no effect.
         best: The number of checkpoints with the highest "eval/reward" that are kept beside them.
 
     Returns:
@@ -121,8 +121,8 @@ def describe(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str,
     Args:
         iteration: The number of complete iterations.
         arrays: The arrays of the state, by key path. Their shapes and dtypes are described.
-        meta: JSON values by name, which are saved with the state. A checkpoint with NaN or infinity
-            in them could not be read.
+        meta: JSON values by name, which are saved with the state. NaN and infinity are written
+            without an error, but such a checkpoint cannot be read (`checkpoint.meta_of`).
 
     Raises:
         TypeError: If JSON cannot represent `meta`.
@@ -140,7 +140,8 @@ def start_writing_or_fail_later(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Calls `start_writing`, but puts off its error to the second half of the save.
 
-    No process writes any more then, so the first process can clean up.
+    When the second half reports the error, no process writes any more, so the first process can
+    clean up.
 
     Args:
         folder: The directory that `start_writing` writes to.
@@ -167,7 +168,8 @@ def start_writing(
 
     Args:
         folder: An existing, empty directory: one for all processes, or one of each process. In the
-            second case, that of the first process must hold the files of all before the merge.
+            second case, each holds just an empty subdirectory `array_metadatas`, and that of the
+            first process must hold the files of all before the merge.
         arrays: The arrays to save, by key path. Empty ones are not written.
 
     Returns:
@@ -196,9 +198,9 @@ def start_writing(
 def prune(root: RunPath, keep: int, best: int = 0) -> None:
     """Removes old checkpoints. Damaged ones are never removed. One process of a run calls it.
 
-    Whether a checkpoint is intact is checked quickly (only files of at most 1 MiB are read), except
-    for the newest intact one: it is read in full, so that at least one checkpoint is known to be
-    intact in every byte. In an object store only names and sizes are compared.
+    From the newest on, checkpoints are read in full until one is intact in every byte. The older
+    ones are checked quickly (only files of at most 1 MiB are read). In an object store only names
+    and sizes are compared.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing happens.

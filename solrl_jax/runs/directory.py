@@ -47,8 +47,8 @@ def read_target(
             directory or "embedded:NAME"); the first of these that applies.
         overrides: Overrides of the form `key=value`. For a run, they cannot change which parameters
             are trained.
-        preset: If `target` is a model: the name of the preset with the rest of the configuration.
-            None: models are not accepted.
+        preset: If `target` is a model: the name of the preset whose `model.path` it replaces. None:
+            models are not accepted.
         trust: Whether a run directory may name reward functions, reward services and objectives
             from outside the package, which run code that whoever wrote the directory chose. False:
             only those are accepted that `overrides` name.
@@ -82,8 +82,8 @@ def read_target(
 def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None:
     """Checks that overrides did not change which parameters a run trains.
 
-    Compared are `train.parameters`, the attention of the model (`model.attention` and its settings)
-    and the section `lora`.
+    Compared are `train.parameters`, the attention of the model (`model.attention` and
+    `model.mhla_*`) and the section `lora`.
 
     Args:
         target: The run directory, for the message.
@@ -107,11 +107,12 @@ def _refuse_foreign_rewards(
 ) -> None:
     """Checks that a run directory names no reward functions or services from outside the package.
 
-    Rewards that the user's overrides name are accepted.
+    Rewards that the user's overrides name are accepted, even if the run directory names them too.
 
     Args:
         target: The run directory, for the message.
-        saved: The configuration that the run was trained with.
+        saved: The configuration that the run was trained with. What the overrides name is found by
+            applying them to it without its rewards.
         config: The configuration `saved` with the overrides applied. All of its rewards are
             checked, and the values of `reward.options`.
         overrides: The user's overrides, of the form `key=value`.
@@ -140,11 +141,12 @@ def _refuse_foreign_objective(
 ) -> None:
     """Checks that a run directory names no objective outside of the package.
 
-    An objective that the overrides name is the user's choice and accepted.
+    An objective that the overrides name is accepted, even if the run directory names the same one.
 
     Args:
         target: The run directory, for the message.
-        saved: The configuration that the run was trained with.
+        saved: The configuration that the run was trained with. What the overrides name is found by
+            applying them to it without its objective.
         config: The configuration `saved` with the overrides applied, of which `algorithm.objective`
             is checked.
         overrides: The user's overrides, of the form `key=value`.
@@ -201,13 +203,15 @@ def is_run(path: str | RunPath) -> bool:
     """Whether a path is a run directory, which is one that holds a file `config.yaml`.
 
     Args:
-        path: The path, which need not exist.
+        path: The path or the URL of a store. It need not exist.
     """
     return (run_path(path) / "config.yaml").is_file()
 
 
 def read_run(path: str | RunPath) -> Config:
-    """Reads the configuration of a run directory. Files of the previous version are translated.
+    """Reads the configuration of a run directory.
+
+    A configuration of the previous `version` is translated in memory.
 
     Args:
         path: The run directory, in which `config.yaml` is read.
@@ -249,7 +253,8 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
 
     Raises:
         InputError: If `which` is none of the three; if the run has no such checkpoint; or if
-            `target` is no run directory ("latest" accepts a model or preset there).
+            `target` is no run directory (with "latest" it may be a model or preset, for which
+            nothing is checked).
         RunError: If the checkpoint of that iteration is damaged, or, for "latest", if all are; or
             if the directory of checkpoints cannot be read.
     """
@@ -337,7 +342,8 @@ def load_ema(
     the same arguments.
 
     Args:
-        folder: The run directory. Its `config.yaml` tells the dtype that the run trained in.
+        folder: The run directory. The `rollout.precision` in its `config.yaml` is the dtype of the
+            checkpoint's whole arrays in `TrainState.old`.
         config: The configuration of the run, perhaps with overrides. It tells which parameters are
             trained, hence which arrays the checkpoint holds. Its `rollout.precision` is not used.
         backbone: The model of that configuration, in any precision. The parameters are placed on

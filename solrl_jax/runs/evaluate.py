@@ -41,14 +41,15 @@ class Evaluation:
 
     Attributes:
         means: The mean of each score over all images with a finite value; NaN if there are none.
-        errors: The standard error of each mean: the standard deviation of the finite values divided
-            by the root of their number. NaN if there are none, 0 for a single one.
+        errors: The standard error of each mean: the standard deviation of the finite values (with
+            divisor n) divided by the root of their number n. NaN if there are none.
         scores: The score of each image, float [p, m], not finite where it failed.
         failed: For each reward outside JAX, by its name, the number of images (of clips, of scored
             frames) that it could not score, also 0.
         usage: What the rewards outside JAX cost: the sum of each of their counters
-            (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests", and with these
-            "REWARD/seconds_waited". Empty if nothing was counted.
+            (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests", and for rewards
+            with counters "REWARD/seconds_waited", the seconds that all hosts together waited for
+            them. Empty if nothing was counted.
     """
 
     means: dict[str, float]
@@ -64,9 +65,9 @@ def evaluate(
     """Generates images of the first test prompts with a policy, and scores them.
 
     The images have the evaluation's size and number of steps. They are generated in the training
-    precision, without noise in the solver, and are not kept. Prompts that are not in the prompt
-    cache are encoded, for which the text encoders are loaded and stay loaded, and added to it.
-    Every process of a run must call it.
+    precision (`rollout.precision`), without noise in the solver, and are not kept. Prompts that are
+    not in the prompt cache are encoded, for which the text encoders are loaded and stay loaded, and
+    added to it. Every process of a run must call it.
 
     Args:
         experiment: The experiment, whose test prompts and section `eval` say what is generated:
@@ -301,8 +302,9 @@ class LargestDifferences:
 
         Returns:
             The positions of the prompts and images with the largest absolute differences of
-            "reward", and the signed differences. Images without two finite rewards come last. Among
-            equal differences the earlier one comes first.
+            "reward", and the signed differences. A prompt ranks by its image with the largest one.
+            Images without two finite rewards come last. Among equal differences the earlier one
+            comes first.
         """
         gains = first.scores["reward"] - second.scores["reward"]
         size = np.where(np.isfinite(gains), np.abs(gains), -1.0)
@@ -529,7 +531,7 @@ def _generate(
         experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
             are used.
         adapters: The trainable parameters of the policy by path.
-        prompts: The p prompts, which are encoded as by `evaluate`, for scoring too.
+        prompts: The p prompts, which are encoded as by `evaluate`, and prepared for the reward.
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
         progress: Called with the number of images of each batch when it has been queued on the
             devices.

@@ -214,7 +214,8 @@ def generate_images(
             devices. The numbers add up to all.
 
     Returns:
-        The images in the order of the prompts, with the noise that they started from.
+        The images in the order of the prompts, with the noise that they started from; all of them
+        in every process.
 
     Raises:
         InputError: If the model, the run, its checkpoint or the LoRA cannot be used, if the model
@@ -365,7 +366,8 @@ def _image_size(
     Returns:
         (height, width), or (height, width, frames) of clips: that of `latents` if they are given,
         else `request.size`, else that of the run's evaluation, or without a run the model's
-        default. The last two also give a number of frames that `request.size` lacks.
+        default. If `request.size` lacks the number of frames, that is also from the evaluation or
+        the default.
 
     Raises:
         InputError: If the model does not support the size, if a side is above `MAX_SIDE` (16,384)
@@ -414,7 +416,7 @@ def _check_memory(count: int, size: Size) -> None:
         size: Height and width of an image in pixels, and the number of frames of clips.
 
     Raises:
-        InputError: If the images alone take more bytes than the host has memory.
+        InputError: If the images alone take more bytes than the host has physical memory.
     """
     needed = 3 * 4 * math.prod(size) * count  # three channels in float32
     available = hosts.host_memory()
@@ -444,7 +446,7 @@ def build_schedule(
             some schedules depend.
 
     Returns:
-        The sigmas, the solver and the guidance.
+        The schedule: the sigmas, the solver and the guidance scales.
 
     Raises:
         InputError: If the scheduler or the number of steps is not supported, if `true_cfg_scale` is
@@ -515,8 +517,8 @@ def _released_rules(pipeline: Pipeline) -> Quantization:
         pipeline: The model. Its kind is the class name in `model_index.json`, e.g. "FluxPipeline".
 
     Returns:
-        The section `model.quantization` of the preset: parts of the paths of layers that are not
-        quantized, and the smallest width of layers that are.
+        The section `model.quantization` of the preset, which excludes layers by parts of their
+        paths and by their width relative to the narrowest layer.
 
     Raises:
         AssertionError: If there is no such preset, which is a fault of the package.
@@ -539,7 +541,7 @@ def _load_backbone(
             one is None, that of the run is used, or none.
         config: The configuration of the run, whose prompt cache and precision of the decoder are
             used. None: a model directory, which has no prompt cache and whose autoencoder computes
-            in the dtype that it needs, or in `precision`.
+            in the dtype that it needs (`Pipeline.vae_dtype`), or if it needs none in `precision`.
         pipeline: The opened model, whose weights are loaded; those of text encoders only when a
             prompt is encoded that is not in the cache.
         precision: The dtype of the transformer and the text encoders: "bf16" or "fp32".
@@ -548,7 +550,7 @@ def _load_backbone(
         The networks with their parameters, and the mesh of all devices.
 
     Raises:
-        InputError: If a file of the model or the instruction cannot be read.
+        InputError: If a file of the model, or the file of the run's instruction, cannot be read.
     """
     instruction = request.instruction
     tile = request.vae_tile_size

@@ -14,8 +14,8 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
     There are two kinds of warning, and a score gets at most one of them:
 
     * it has fallen since the first evaluation that has both scores, while the trained reward rose;
-    * it rose from the first evaluation to its highest one, and is not above this now, though the
-      trained reward has risen since the highest one.
+    * it rose from the first of the earlier evaluations to its highest one, and in `now` it is not
+      higher still, though the trained reward has risen since that highest one.
 
     A score has risen or fallen if the change is larger than its standard error, which combines
     those of the two evaluations. The second kind was tried on the evaluations of the 16 runs of
@@ -82,7 +82,7 @@ def _change_in_standard_errors(first: Row, now: Row, key: str) -> float:
     Returns:
         The change (positive if the score has risen) divided by the root of the sum of both squared
         standard errors; infinite with its sign if both are 0. 0 if there is no change, or if a
-        value is missing or not finite.
+        score or standard error is missing or not finite.
     """
     values = [_value(row, name) for row in (first, now) for name in (key, f"{key}/standard_error")]
     if not all(map(math.isfinite, values)):

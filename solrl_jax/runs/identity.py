@@ -107,8 +107,8 @@ def _is_occupied(path: RunPath) -> bool:
 def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
     """Checks that a run whose checkpoints are gone is not started over, erasing its files.
 
-    Checkpoints are gone if there are metrics or a ledger of iterations but no checkpoint. A run
-    that stopped before its first save looks the same, and may start over: its directory
+    Checkpoints are gone if there are metrics or a ledger of iterations from 1 on but no checkpoint.
+    A run that stopped before its first save looks the same, and may start over: its directory
     `checkpoints` exists and its `run.json` does not say that it finished.
 
     Args:
@@ -183,15 +183,15 @@ def fingerprint(config: Config, explore_format: str) -> str:
     """Hashes all settings that the trained parameters depend on.
 
     A run may be continued with a configuration of the same fingerprint. Settings that have their
-    default value are left out too, so that a new field with a default does not change the
-    fingerprint of older runs.
+    default value are not hashed, so that a new field with a default does not change the fingerprint
+    of older runs.
 
     Args:
         config: The resolved configuration of the run. Its settings are those of
             `_fingerprinted_settings`, i.e. without e.g. the run directory, the evaluation and the
             number of iterations.
         explore_format: The name of the format that `rollout.explore.precision` resolves to on the
-            devices of the run, e.g. "nvfp4". It is hashed in place of that setting.
+            devices of the run, e.g. "nvfp4". It takes the place of that setting.
 
     Returns:
         The first 16 hexadecimal digits of a SHA-256.
@@ -214,7 +214,7 @@ def _fingerprinted_settings(config: Config) -> dict[str, Any]:
         config: The resolved configuration, which is not changed.
 
     Returns:
-        New nested dicts of plain values, e.g. {"rollout": {"kept": 24, ...}, ...}.
+        New nested dicts of plain values, also of defaults, e.g. {"rollout": {"kept": 24, ...}}.
     """
     settings = to_tree(config)
     for name in FREE:

@@ -354,9 +354,9 @@ def save_before_after(
     """Writes images of two policies side by side as PNG, one row per prompt.
 
     Both sides show images of the same prompts and seeds. Images narrower than 96 pixels are
-    enlarged by a whole number, and those wider than 384 are shrunk to 384. If a side has verdicts,
-    its images are framed and marked with a tick or a cross, and its title says how many are right.
-    Clips are shown by their first frames.
+    enlarged by the smallest whole number that suffices, and those wider than 384 are shrunk to 384.
+    If a side has verdicts, its images are framed and marked with a tick or a cross, and its title
+    says how many are right. Clips are shown by their first frames.
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.

@@ -115,7 +115,8 @@ def _describe(config: Config, name: str) -> str:
             "weights/COMPONENT", "code/MODULE:FUNCTION" or "question/NAME".
 
     Returns:
-        The text up to and with "has" or "have"; the caller adds what happened to the input.
+        The text up to and with "has" or "have", e.g. "prompts.train='a.txt': its prompts have"; the
+        caller adds what happened to the input.
     """
     kind, _, detail = name.partition("/")
     if kind == "prompts":

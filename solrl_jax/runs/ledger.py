@@ -122,8 +122,8 @@ def read(root: RunPath, iteration: int) -> pa.Table:
           * "kept": whether it was selected for training;
           * "regenerated_reward": the reward of the regenerated image, null if there is none;
           * "advantage": the normalized reward that is trained on, null if not kept;
-          * "policy_revision": the iteration whose sync made the policy that explored it. It equals
-            "iteration".
+          * "policy_revision": the iteration at whose start the policy that explored it was prepared
+            (quantized, if the format quantizes). It equals "iteration".
 
     Raises:
         InputError: If the file does not exist, cannot be read or is no Parquet file, if its columns

@@ -90,7 +90,8 @@ def _read(path: RunPath) -> tuple[list[dict[str, Any]], bool]:
 
     Returns:
         A tuple: the rows of the readable lines in order, and whether the file is damaged. It is if
-        it cannot be read, is too large, or has an unreadable line before the last one.
+        it cannot be read or is too large (there are no rows then), or has an unreadable line before
+        the last one.
     """
     try:
         data = read_bytes(path, MAX_BYTES)
@@ -286,8 +287,8 @@ def _tensorboard(folder: Path, purge_step: int, older: int | None = None) -> Ite
         folder: The directory of the event file. It is created if necessary.
         purge_step: The first iteration that this start of the run writes. TensorBoard hides events
             of older files in the same directory from it on.
-        older: The number of event files of earlier starts, in which the name of the new one ends.
-            None: as many as `folder` has.
+        older: The number of event files of earlier starts. The name of the new one ends in it, so
+            that no two are equal. None: as many as `folder` has.
 
     Yields:
         A function (iteration, values by name) that writes a row and flushes it. It raises RunError
@@ -400,7 +401,8 @@ def _weights_and_biases(run_dir: RunPath) -> Iterator[Log]:
 
     Args:
         run_dir: The run directory, which has the id of the run in `wandb-id.txt` and the files of
-            Weights & Biases in `wandb`; these are in the working directory if it is in a store.
+            Weights & Biases in `wandb`. If it is in a store, the directory `wandb` is in the
+            working directory.
 
     Yields:
         A function (iteration, values by name) that hands over a row, which is sent later.

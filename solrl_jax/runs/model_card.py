@@ -186,8 +186,10 @@ def training_command(config: Config) -> str | None:
         config: The configuration with which the run was trained.
 
     Returns:
-        "solrl train PRESET [family=FAMILY] KEY=VALUE ...", with all settings that differ from the
-        preset in that family; None if the preset does not exist or has no such family.
+        "solrl train PRESET [family=FAMILY] KEY=VALUE ...", quoted for a shell. The family is a file
+        of settings in `configs/family`, e.g. "sol_rl", named if it is not the preset's own. The
+        settings are all that differ from the preset in that family. None if the preset does not
+        exist or has no such family.
     """
     family = f"family={config.family}"
     try:
@@ -303,7 +305,7 @@ def _base_link(base: str) -> str:
 def _license_sentence(base: str) -> str:
     """Returns the sentence about the license of the base model, with a link to its text if known.
 
-    If no license is known, two sentences ask the reader of the card's draft to add it.
+    If no license is known, a second sentence asks whoever publishes the card to add it.
 
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
@@ -553,7 +555,7 @@ def check_name(name: str) -> None:
     """Checks that a text can name a repository of a user or an organization on the hub.
 
     Args:
-        name: The text that a user gave as `hub`.
+        name: The text that a user gave as the argument `hub`.
 
     Raises:
         InputError: If it is not of the form OWNER/NAME, or has characters or a length that the hub

@@ -126,7 +126,7 @@ class TerminalProgress:
 
         Args:
             name: The name of the phase, e.g. "explore". Another name than in the last call also
-                begins a phase, with the count 0, whatever `done` is.
+                begins a phase, with the count 0; `done` is then not counted.
             total: The number of samples (for "encode": prompts) of the phase.
             done: The number of them that are done since the last call.
 
@@ -143,7 +143,7 @@ class TerminalProgress:
         self._show()
 
     def iteration(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Shows that an iteration is complete, by the bar or, without a bar, by a line.
+        """Marks an iteration as complete: moves the bar by one, or prints a line without a bar.
 
         Args:
             done: The number of the iteration.

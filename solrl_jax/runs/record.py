@@ -38,7 +38,8 @@ def describe(
         experiment: The loaded experiment.
         folder: The run directory, in which `run.json` is written.
         done: The number of iterations that are complete at this start.
-        progress: The output in the terminal, which prints three lines.
+        progress: The output in the terminal, which prints three lines: preset, model and rewards;
+            devices and exploration; batch.
 
     Returns:
         The content of `run.json`, JSON values by name, e.g. "devices", "mesh", "exploration",
@@ -89,7 +90,8 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
             for here), "native" (whether the devices have units for it), "options" (class names of
             the active options) and "means" (a phrase for people);
           * "evaluation": one line with prompts, images, solver, guidance, precision and seed;
-          * "gradient_checkpointing": what the gradient recomputes: "none", "matmuls" or "blocks";
+          * "gradient_checkpointing": what the gradient recomputes: "none", "matmuls" (all except
+            matmuls and attention kernels) or "blocks" (all inside a block);
           * "parameters": their number by component, e.g. "transformer" or "vae";
           * "adapted", "trained_in_full" and "quantized" (by exploration): lists of parameter paths,
             e.g. "blocks/attn/to_q/kernel";

@@ -35,7 +35,7 @@ class Line:
     Attributes:
         run: The index of the run on the page, from 0, which decides the color. There are six
             colors, in a cycle.
-        label: Text at the end of the line, which is shortened to 15 letters when it is drawn.
+        label: Text at the right edge, which is shortened to 15 letters when it is drawn.
         x: Iterations, at least one, ascending.
         y: The finite value at each iteration.
         error: Half of the height of the band around each value; empty for no band.
@@ -57,8 +57,8 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
 
     Returns:
         The `<svg>` element as text, and four numbers that place the horizontal axis: its first and
-        its last iteration, and their distances from the left edge in CSS pixels. A single iteration
-        is drawn as an interval of one.
+        its last iteration, and their distances from the left edge in CSS pixels. For a single
+        iteration, the axis ends at the next one.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -106,7 +106,9 @@ def curves(lines: Sequence[Line], name: str) -> tuple[str, list[float]]:
 
 
 def _label(axes: Any, lines: Sequence[Line]) -> None:
-    """Writes each line's label at its end, moved upwards where two would overlap.
+    """Writes each line's label at the right edge, at the height of the line's last value.
+
+    Labels that would overlap are moved upwards.
 
     Args:
         axes: The matplotlib axes with the lines, whose limits are final. It is changed.

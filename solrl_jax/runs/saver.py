@@ -14,7 +14,7 @@ class Saver:
     It is created with the directory and the numbers of checkpoints to keep. Every process of a run
     has one. An error in the thread is raised by the next call of `save` or `wait`. As a context
     manager, it waits at the end for the save in progress, also if the body raised, and ends the
-    thread.
+    thread. An error of that save replaces one of the body.
     """
 
     def __init__(self, root: RunPath, *, keep: int, best: int) -> None:

@@ -45,8 +45,8 @@ def begin(
     Every process of a run calls both. The first half removes what killed saves left in `root` and
     on this machine, copies the arrays to the host and starts to write them to a staging directory,
     a temporary directory of this machine. The second half waits until they are written, uploads
-    them and removes old checkpoints. An existing checkpoint of the same iteration is first copied
-    to `NNNNNN.replaced`, where it stays if the save fails.
+    them, merged by the first process, and removes old checkpoints. An existing checkpoint of the
+    same iteration is first copied to `NNNNNN.replaced`, which is removed unless the save fails.
 
     Args:
         root: The directory of checkpoints in the store. The first process must own the run
@@ -54,8 +54,8 @@ def begin(
         iteration: The number of complete iterations, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
         meta: JSON values by name, without NaN and infinity. Those of the first process are saved.
-        keep: The number of newest intact checkpoints that are kept afterwards, at least one. None:
-            no checkpoint is removed, and `best` has no effect.
+        keep: The number of newest intact checkpoints that are kept afterwards; below 1, one is
+            kept. None: no checkpoint is removed, and `best` has no effect.
         best: The number of checkpoints with the highest "eval/reward" that are kept beside them.
 
     Returns:
@@ -174,7 +174,7 @@ def _remove_stagings(root: StorePath) -> None:
 
 
 def _make_room(root: StorePath, target: StorePath, replaced: StorePath) -> None:
-    """Makes a store ready for a new checkpoint.
+    """Makes a store ready for a new checkpoint. One process of a run calls it.
 
     Removes what killed saves and removals left: directories without a manifest, and replaced
     checkpoints if the one that replaced them is there. Also copies an existing checkpoint of the

@@ -154,7 +154,7 @@ def run(
     """Trains the run that `config` describes, or resumes it from its newest usable checkpoint.
 
     Every process of a run calls this with the same arguments. The run directory is created if
-    necessary and locked for this process (`.lock`). Functions outside the package that the
+    necessary, and the first process locks it (`.lock`). Functions outside the package that the
     configuration names are imported, missing files of models, rewards and prompt sets are
     downloaded from the hub, and rewards are tried, for which judges and services get requests. Once
     all input has been accepted, `config.yaml` and `run.json` are written to the directory, and rows
@@ -180,10 +180,11 @@ def run(
 
     Returns:
         The summary of the run, a dict: "run" (its directory as text), "iterations" (the number of
-        complete ones), "interrupted" (bool), "saved" (whether the last complete iteration is in a
-        checkpoint), "trained_in_full" (the number of arrays that are trained without an adapter),
-        and "before" and "after": the first and the last recorded evaluation, each a dict of metrics
-        whose names begin with "eval/" ({} if there is none).
+        complete ones), "interrupted" (bool), "saved" (bool, False after an interruption before the
+        end of the first iteration or within an update), "trained_in_full" (the number of arrays
+        that are trained without an adapter), and "before" and "after": the first and the last
+        recorded evaluation, each a dict of metrics whose names begin with "eval/" ({} if there is
+        none).
 
     Raises:
         InputError: If the configuration, the run directory or an input file cannot be used, or if
@@ -628,7 +629,8 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
         this: The run, after the iteration.
         row: The metrics of the iteration by name, from which the message names the first phase
             without finite values ("kept/spread" and "pool/reward" may be NaN, "unusable_prompts"
-            may be all, and "skipped_micro_batches" tells a loss from a gradient of the reward).
+            may be the number of all, and "skipped_micro_batches" tells a loss from a gradient of
+            the reward).
         failures: The number of iterations in a row, up to this one, from which nothing could be
             learned. Three (`MAX_FAILED_ITERATIONS`) end the run; after its last iteration, one
             does.
@@ -678,8 +680,8 @@ def _is_finite(state: TrainState) -> jax.Array:
 def _evaluation_is_due(config: Config, done: int) -> bool:
     """Whether the policy is evaluated after `done` iterations.
 
-    It is before the first iteration (0), after the last one, and every `eval.every` iterations
-    unless that is 0.
+    It is before the first iteration (0) and after the last one, and if `eval.every` is above 0 also
+    every `eval.every` iterations.
 
     Args:
         config: The configuration, of which `train.iterations` and `eval.every` are read.
@@ -807,7 +809,7 @@ def _checkpoint_is_due(config: Config, done: int) -> bool:
     Args:
         config: The configuration, of which `train.iterations`, `run.checkpoint_every`,
             `run.keep_best` and `eval.every` are read.
-        done: The number of complete iterations.
+        done: The number of complete iterations, at least 1.
     """
     if done == config.train.iterations or done % config.run.checkpoint_every == 0:
         return True
@@ -846,7 +848,8 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
         cause: What stopped `_train`: KeyboardInterrupt, or the error.
 
     Returns:
-        Whether the iteration is saved.
+        Whether the iteration is saved. False after a stop within an update, even if an earlier save
+        has the iteration.
 
     Raises:
         RunError: If the state cannot be saved after an interruption. After a failure, an error of
@@ -912,10 +915,12 @@ def _save_before_after(this: _Run) -> None:
 def _summary(this: _Run, interrupted: bool, saved: bool) -> dict[str, Any]:
     """Returns the summary of a run, which `run` returns and the command line prints.
 
+    One process calls it.
+
     Args:
         this: The run. Evaluations are read from its `metrics.jsonl` on the disk.
         interrupted: Whether the run was stopped before its end.
-        saved: Whether the last complete iteration is in a checkpoint.
+        saved: What "saved" becomes: the result of `_save_after_stop`, or True without a stop.
 
     Returns:
         A dict of JSON values: "run" (the directory as text), "iterations" (the number of complete

@@ -247,8 +247,8 @@ def refuse_existing(
         name: The argument that the paths come from, for the message, e.g. "out".
         paths: The paths that are about to be written.
         force: Whether existing files may be replaced. Devices and pipes never may.
-        folders: Whether the paths may be directories. If not, an existing directory is an error
-            even with `force`.
+        folders: Whether the paths may also be directories. If not, an existing directory is an
+            error even with `force`.
 
     Raises:
         InputError: If a path exists and may not be replaced. The message names it.
@@ -298,8 +298,8 @@ def writable_directory(path: RunPath, name: str = "the run directory") -> RunPat
     It writes, syncs and removes a small hidden file.
 
     Args:
-        path: The directory. Missing parents are created too. In a store nothing is created, but the
-            bucket must exist.
+        path: The directory. Missing parents are created too. In a store no directory is created,
+            and only the hidden file is tried; the bucket must exist.
         name: What the error message calls it, e.g. the argument that it comes from.
 
     Returns:
@@ -433,7 +433,8 @@ def write_manifest(directory: Path) -> None:
     """Writes a `manifest.json` with the size and SHA-256 of every file below a directory, so that
     `find_damage` can check them.
 
-    Also syncs all files and directories to the disk.
+    It is a JSON object of {"size", "sha256"} by the path relative to the directory. Also syncs all
+    files and directories to the disk.
 
     Args:
         directory: The directory, without a manifest.

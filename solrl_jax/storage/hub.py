@@ -57,7 +57,7 @@ def snapshot(
             It is called in any case, also without a network. It may ask the hub; its errors become
             the InputError below, even if the cache has the files.
         what: The beginning of the error message, e.g. the configuration field and its value.
-        remedy: Text for the end of the error message, e.g. advice.
+        remedy: Text that is appended to the error message as it is, e.g. "; log in".
         repo_type: The kind of the repository, "model" or "dataset".
 
     Returns:
@@ -83,7 +83,7 @@ def unavailable(what: str, error: Exception, remedy: str = "") -> InputError:
     Args:
         what: The beginning of the message, e.g. the configuration field and its value.
         error: What the client raised. The first line of its message is given as the reason.
-        remedy: Text for the end of the message, e.g. advice.
+        remedy: Text that is appended to the message as it is, e.g. "; log in".
 
     Returns:
         The error with a message of one line, to be raised.

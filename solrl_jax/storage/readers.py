@@ -33,7 +33,7 @@ def read_bytes(path: str | RunPath, most: int = MOST_TEXT) -> bytes:
     """Reads a whole file, up to a maximum size. It does not block on a pipe.
 
     Args:
-        path: The file, here or in a store. Links are followed.
+        path: The file, here or in a store; a text is a path of this machine. Links are followed.
         most: The largest accepted size in bytes, by default 64 MiB.
 
     Returns:
@@ -88,7 +88,7 @@ def read_text(path: str | RunPath, most: int = MOST_TEXT) -> str:
     r"""Reads a whole file as UTF-8 text, up to a maximum size. It does not block on a pipe.
 
     Args:
-        path: The file, here or in a store. Links are followed.
+        path: The file, here or in a store; a text is a path of this machine. Links are followed.
         most: The largest accepted size in bytes, by default 64 MiB.
 
     Returns:
@@ -212,7 +212,8 @@ def to_strict_json(value: Any) -> Any:
 def parse_yaml(text: str) -> Any:
     """Parses a YAML 1.1 text of plain data, with limits on its size and depth.
 
-    Numbers with a leading zero, and numbers to the base 60 such as 1:30, are read as text.
+    Whole numbers with a leading zero such as 010 or 08, and numbers to the base 60 such as 1:30,
+    are read as text.
 
     Args:
         text: The text of one YAML document, possibly empty.

@@ -54,7 +54,8 @@ class StorePath:
 
     It has no `__fspath__`, so functions for files of this machine refuse it with a TypeError. All
     methods that ask the store raise StoreError if it refuses or cannot be reached, and InputError
-    if the package that reads it is not installed. Creating and joining paths asks nothing.
+    if the package that reads it is not installed. Creating paths and joining them by `/` asks
+    nothing.
 
     Attributes:
         scheme: The store, a key of `PACKAGES`.
@@ -352,7 +353,7 @@ RunPath = Path | StorePath
 
 
 def is_url(text: str) -> bool:
-    """Whether a text is the URL of an object store.
+    """Whether a text is the URL of an object store, i.e. begins with gs:// or s3://.
 
     Args:
         text: The text.
@@ -364,8 +365,8 @@ def run_path(path: str | Path | StorePath) -> RunPath:
     """Returns the path of a run directory. Nothing is read.
 
     Args:
-        path: A path of this machine, or the URL of a store. A `pathlib.Path` of a URL, which has
-            lost one of its slashes, counts as the URL.
+        path: A path of this machine, or the URL of a store (gs:// or s3://; any other text is a
+            path). A `pathlib.Path` of a URL, which has lost one of its slashes, counts as the URL.
 
     Raises:
         InputError: If the URL has no bucket.

@@ -193,7 +193,7 @@ def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
     Args:
         table: The ledger of an iteration, whose rows are grouped by prompt, with the columns
             "proxy_reward" and "regenerated_reward". Rows where either is missing or not finite are
-            left out.
+            left out of the halves, which overlap if fewer than K rows of a prompt remain.
         candidates: The number of candidates per prompt.
         kept: The number K of kept candidates per prompt. If it is odd, the halves are rounded down.
 
@@ -237,15 +237,15 @@ def compare(
         * "at_equal_cost": a dict: "cost", that of the cheapest run of all arms, and "reward", the
           estimate of the reward at that cost;
         * "fidelity": by the name of a measure of `Course.fidelity`, a dict of the estimates over
-          the "first" and the "last" quarter of the iterations (NaN for a last quarter of fewer
-          than 4 iterations; {} for an arm that does not regenerate);
+          the "first" and the "last" quarter of the iterations (the latter NaN for a run of
+          fewer than 4 iterations; {} for an arm that does not regenerate);
 
         and of a list with one dict per pair, with the keys
 
         * "arm" and "against": the names of the arm and of the other arm;
         * "seeds": the list of seeds that both have; without any, all figures are NaN;
         * "final": the estimate of the arm's last reward minus the other's;
-        * "final_share": that, divided by the other's mean last reward;
+        * "final_share": that estimate divided by the other's mean last reward, also a pair;
         * "cost_share": the mean over seeds of the arm's cost divided by the other's;
         * "at_equal_cost": a dict: "cost", that of the cheapest run of both with these seeds, and
           "reward", the estimate of the arm's reward minus the other's at that cost;
@@ -285,8 +285,9 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
           * "network_evaluations": their number in the first run;
           * "at_equal_cost": {"cost": `common_cost`, "reward": the estimate of the reward there};
           * "fidelity": by the name of a measure ("spearman", "best", "worst"), {"first": ...,
-            "last": ...}, the estimates over the first and the last quarter of the iterations. NaN
-            for a last quarter of fewer than 4 iterations; {} for an arm that does not regenerate.
+            "last": ...}, the estimates over the first and the last quarter of the iterations (the
+            latter NaN for a run of fewer than 4 iterations). {} for an arm that does not
+            regenerate.
     """
 
     def quarter(values: np.ndarray, end: str) -> float:
@@ -328,7 +329,7 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
         A dict with the keys:
           * "seeds": the list of common seeds;
           * "final": the estimate of the arm's last held-out reward minus the other's;
-          * "final_share": that difference, divided by the other's mean last reward;
+          * "final_share": that estimate divided by the other's mean last reward, also a pair;
           * "cost_share": the mean over seeds of the arm's cost divided by the other's;
           * "at_equal_cost": {"cost": the cost of the cheapest of these runs, "reward": the estimate
             of the arm's reward minus the other's there};

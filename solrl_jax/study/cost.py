@@ -113,10 +113,12 @@ class Prices:
 def _skips_reference(config: Config) -> bool:
     """Returns whether the update needs no prediction of the reference policy.
 
+    It needs one if `algorithm.kl_coef` is above 0. If that is 0, dpo alone of the package's
+    objectives needs one.
+
     Args:
-        config: The configuration. The package's objectives do not read the reference if
-            `algorithm.kl_coef` is 0, except for dpo. An objective `module:function`, which is
-            imported, is priced as if it read the reference, unless it trains on reward gradients.
+        config: The configuration. An objective `module:function`, which is imported, is priced as
+            dpo is, unless it trains on reward gradients.
     """
     algorithm = config.algorithm
     if is_plugin(algorithm.objective):
@@ -159,7 +161,8 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     A plan has the seconds of each phase of an iteration of a preset. They are divided by the
     preset's numbers of samples, steps and training terms, so the plan must not have been made with
     overrides of these numbers. Only `objective=NAME` is allowed for an objective on reward
-    gradients, whose phase "targets" gives the price of a gradient of the reward.
+    gradients, whose phase "targets" gives the price of a gradient of the reward. If the plan is for
+    several devices, the prices are those of all of them together.
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),

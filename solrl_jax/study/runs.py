@@ -88,8 +88,9 @@ def train(
 
     Args:
         runs: All runs of the study. Their directories lie in `out`.
-        out: The directory of the study, which must exist. Compiled programs, which all runs share,
-            are kept in `out/programs`.
+        out: The directory of the study, which must exist, and in which no other process may train
+            (it is not locked here). Compiled programs, which all runs share, are kept in
+            `out/programs`.
         processes: The number of runs that train at once, at least 1. They share the threads of the
             CPU equally.
         say: Called in this thread with one line of progress at a time: how many runs are finished
@@ -105,8 +106,9 @@ def train(
             whose directory has another configuration, cannot be read.
         ConfigError: If the configuration of an existing run directory is invalid, or if no number
             of prompts that there are agrees with the other settings of its run.
-        RunError: If the output of a run cannot be written to the disk. No other run is started,
-            and those that train are stopped, and save their last complete iteration.
+        RunError: If the log of a run cannot be created, or its process cannot be started. No other
+            run is started, and those that train are stopped, and save their last complete
+            iteration.
         KeyboardInterrupt: After Ctrl-C. The runs are stopped in the same way.
     """
     waiting = [run for run in runs if not finished(run)]
@@ -197,7 +199,7 @@ def _train(run: Run, out: Path, processes: int, children: _Children) -> str | No
         started.
 
     Raises:
-        RunError: If the disk refuses the output.
+        RunError: If the log cannot be created, or the process cannot be started.
     """
     log = log_of(run)
     threads = str(max(1, (os.cpu_count() or 1) // processes))

@@ -45,7 +45,8 @@ class ClipTargets:
     pytree.
 
     Attributes:
-        objects: The object, as the first group of a `data.shapes.verifier.Targets`.
+        objects: The object, as the `data.shapes.verifier.Targets` of the caption "a COLOR SHAPE":
+            it is the first group, whose size is -1 (any), and the second group is absent.
         motion: Index into `scenes.MOTIONS`, int32.
     """
 
@@ -92,8 +93,8 @@ def verify(clips: Float[Array, "n t h w 3"], targets: ClipTargets) -> ClipVerdic
     """Judges each clip against what its caption asks for. Compiled for each shape.
 
     The score is 0.6 times the mean score of the frames, judged as images of the object, plus 0.4
-    times how well the largest object moves as the caption says. The second term is multiplied by
-    the presence of the largest object, in [0, 1], in the frame where it is least.
+    times how well the largest object of each frame moves as the caption says. The second term is
+    multiplied by the presence of this object, in [0, 1], in the frame where it is least.
 
     Args:
         clips: Finite RGB in [0, 1], of any floating-point dtype and size. Thresholds of areas and
@@ -134,8 +135,10 @@ def _judge_motion(
     """Returns how well an object moves as a caption says, in [0, 1], and whether it does.
 
     It moves in a direction if it covers more than 6 pixels along it from the first to the last
-    frame, is always less than 2.5 pixels beside it, and no step along it is at most a fifth of the
-    mean step. It stays still if it is always less than 1.5 pixels from its first position.
+    frame, is always less than 2.5 pixels beside the line in this direction through its first
+    position, and every step along it is more than a fifth of the mean step. It stays still if it is
+    always less than 1.5 pixels from its first position. How well it moves is the product of soft
+    ramps (`verifier.ramp`) of the same measures.
 
     Args:
         centroid: (x, y) of the centroid of the object in each of two or more frames, in pixels of a

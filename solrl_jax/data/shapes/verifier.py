@@ -229,8 +229,9 @@ def detect(images: Float[Array, "n h w 3"]) -> Detections:
 def measure(image: Float[Array, "h w 3"]) -> Components:
     """Finds the components of one image, connected sets of pixels of one color, and measures them.
 
-    The mask of a component is soft at its edge, where pixels are mixtures of its color and the
-    background.
+    The mask of a component is the share of its color in its own pixels and in the background pixels
+    next to them, which are mixtures at its edge. It is 0 in all other pixels, also in those of
+    another component that it touches.
 
     Args:
         image: RGB in [0, 1], float32 [h, w, 3].

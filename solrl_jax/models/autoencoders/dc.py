@@ -91,8 +91,8 @@ class AutoencoderDCConfig(ReleasedConfig):
         decoder_norm_types: "rms_norm", the only supported value.
         decoder_act_fns: activation of the residual blocks, "silu" or "relu".
         encoder_out_shortcut: whether the encoder's last convolution has a shortcut beside it.
-        decoder_in_shortcut: whether the latent, its channels repeated, is added to the result of
-            the decoder's first convolution.
+        decoder_in_shortcut: whether the latent, each channel repeated to fit, is added to the
+            result of the decoder's first convolution.
         decoder_conv_act_fn: activation before the last convolution, "silu" or "relu".
         scaling_factor: the diffusion model's latents are those of the autoencoder times this
             factor.
@@ -195,8 +195,9 @@ class UpBlock(nnx.Module):
     Args:
         n_in: input channels, a divisor of `4 * n_out`.
         n_out: output channels.
-        shuffle: True: a convolution to `4 * n_out` channels, which `depth_to_space` rearranges into
-            pixels. False: nearest-neighbor upsampling, then a convolution.
+        shuffle: True: a convolution to `4 * n_out` channels, in the order (channel, row, column) of
+            the 2 x 2 pixels that they become. False: nearest-neighbor upsampling, then a
+            convolution.
         rngs: random number generators for the initial weights.
     """
 
@@ -208,8 +209,8 @@ class UpBlock(nnx.Module):
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
         """Upsamples `x` by the convolution, and adds the shortcut.
 
-        The shortcut repeats each channel of `x` `4 * n_out / n_in` times, and rearranges them into
-        2 x 2 pixels.
+        The shortcut repeats each channel of `x` `4 * n_out / n_in` times, and reads the result in
+        the order (channel, row, column) as 2 x 2 pixels.
 
         Args:
             x: images with `n_in` channels.
@@ -222,8 +223,8 @@ class UpBlock(nnx.Module):
 
 
 class ResBlock(nnx.Module):
-    """Two 3x3 convolutions with an activation between them and RMS normalization over the channels
-    after them, added to the input.
+    """Two 3x3 convolutions (the second without a bias) with an activation between them and RMS
+    normalization over the channels (with weight and bias) after them, added to the input.
 
     Args:
         channels: input and output channels.
@@ -275,9 +276,8 @@ class MultiscaleProjection(nnx.Module):
         """Convolves queries, keys and values.
 
         Args:
-            qkv: queries, keys and values of all heads: c is `channels`. Each group of `size`
-                consecutive channels is the query, the key or the value of one head. The convolution
-                pads them with zeros.
+            qkv: queries, keys and values of all heads: c is `channels`, in the order (head; query,
+                key or value; feature). The convolution pads the images with zeros.
 
         Returns:
             The queries, keys and values of the additional heads, with the shape, order of channels
@@ -294,8 +294,9 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
 
     Every pixel attends to all pixels of its image. The time is linear in the number of pixels.
     1e-15 (`ATTENTION_EPS`) is added to each sum of weights, so a query whose weights are all zero
-    gets zeros. With more pixels than features, the sums over keys are in float32. Otherwise the
-    weight of each pair of pixels is computed, and rounded to the dtype of `v`.
+    gets zeros. With more pixels than features, the sums over keys (of `relu(k) v` and of `relu(k)`)
+    are in float32. Otherwise the weight of each pair of pixels is divided by the sum in float32,
+    and then rounded to the dtype of `v`.
 
     Args:
         q: queries, [batch, pixels, heads, features].
@@ -334,8 +335,8 @@ class MultiscaleAttention(nnx.Module):
 
     The queries, keys and values of the first heads come from single pixels. Those of the additional
     heads are convolutions of these (`MultiscaleProjection`). The results of all heads are
-    concatenated, projected, normalized (RMSNorm) and added to the input. The projections have no
-    biases.
+    concatenated, projected, normalized (RMSNorm with weight and bias) and added to the input. The
+    projections have no biases.
 
     Args:
         channels: input and output channels, `head_dim` or more.
@@ -438,8 +439,8 @@ def make_stages(
 
     Args:
         config: configuration of the autoencoder.
-        side: "encoder" or "decoder": which fields of the configuration give the kind, number and
-            width of the blocks.
+        side: "encoder" (in `scripts/pretrain/encoders.py`) or "decoder": which fields of the
+            configuration give the kind, number and width of the blocks.
         activations: activation of the `ResBlock`s of each stage, finest first: "silu" or "relu". It
             has no effect in a stage of `EfficientViTBlock`s.
         rngs: random number generators of the initial parameters.
@@ -528,7 +529,7 @@ class AutoencoderDC(nnx.Module):
                 the caller has divided the diffusion model's latents by `config.scaling_factor`.
 
         Returns:
-            The images, in the dtype of `latent`: H is `h * config.spatial_compression`, and W is `w
-            * config.spatial_compression`.
+            The images, in the dtype of `latent`, with `config.in_channels` channels: H is `h *
+            config.spatial_compression`, and W is `w * config.spatial_compression`.
         """
         return self.decoder(latent)

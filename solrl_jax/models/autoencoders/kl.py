@@ -27,7 +27,7 @@ NORM_EPS = 1e-6
 @dataclasses.dataclass(frozen=True)
 class KLConfig(ReleasedConfig):
     """Base class: the configuration fields that all KL autoencoders share (`AutoencoderKL` and
-    `AutoencoderKLFlux2`).
+    FLUX.2's `AutoencoderKLFlux2`).
 
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
     Only the decoder is built; the fields of the encoder are read and checked. The constructor

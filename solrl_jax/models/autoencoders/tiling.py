@@ -35,8 +35,9 @@ def decode_tiled(
         compression: side of the square of image pixels that one latent pixel stands for.
 
     Returns:
-        The images: H is h * compression, W is w * compression, and k is the number of colors. They
-        are blended in float32 and have the dtype of the result of `decode`.
+        The images (or clips, with as many frames as the result of `decode`): H is h * compression,
+        W is w * compression, and k is the number of colors. They are blended in float32 and have
+        the dtype of the result of `decode`.
     """
     *batch, height, width, channels = latent.shape  # samples, and frames of clips
     row_starts, row_ramps = _axis(height, tile, overlap, compression)
@@ -74,7 +75,8 @@ def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, 
     into the one before.
 
     Args:
-        size: size of the latent along the axis, in latent pixels.
+        size: size of the latent along the axis, in latent pixels. Up to `tile`, there is a single
+            tile of this size.
         tile: side of a tile in latent pixels.
         overlap: minimum number of latent pixels that neighboring tiles share, less than `tile`.
         compression: side, in image pixels, of the square that one latent pixel stands for.

@@ -211,9 +211,9 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
             ValueError: If a common field has an unsupported value (`VideoAutoencoderConfig.check`);
                 if a scale factor is not the compression that follows from `dim_mult`,
                 `patch_size` or `temperal_downsample`; if `out_channels` is not 3 times the square
-                of `patch_size`; or if `is_residual` is set and an entry of `dim_mult`, from the
-                third on, does not divide 4 times the entry before it (8 times, where
-                `temperal_downsample` is true). The message names the field.
+                of `patch_size`; or if `is_residual` is set and `dim_mult[i]`, for an i from 2 on,
+                does not divide 4 times `dim_mult[i - 1]` (8 times, if `temperal_downsample[i - 2]`
+                is true). The message names the field.
         """
         super().check()
         colors = 3 * self.patch**2
@@ -297,8 +297,9 @@ class AutoencoderKLWan(nnx.Module):
     Args:
         config: configuration of the autoencoder. Its means and standard deviations are not applied
             here (`VideoAutoencoderConfig.unscale`).
-        temporal: True: the network has the temporal upsampling of the configuration. False: it has
-            none, and is for clips of one frame only (not checked).
+        temporal: True (the default): the network has the temporal upsampling of the configuration.
+            False (Qwen-Image's autoencoder): it has none, and is for clips of one frame only (not
+            checked).
         rngs: random number generators for the initial weights.
     """
 
@@ -330,8 +331,8 @@ class AutoencoderKLWan(nnx.Module):
 
         Args:
             latent: latents on the scale of the autoencoder, the result of `config.unscale`.
-            chunk: the most latent frames in a chunk, at least 1. The frames after the first are
-                divided into as few chunks of equal length as this allows.
+            chunk: the most latent frames in a chunk, at least 1. The length of the chunks is the
+                largest divisor of `t - 1` up to this number.
 
         Returns:
             The clips, in the dtype of `latent`, as `decode` returns them.
@@ -386,9 +387,9 @@ class History:
 
     Attributes:
         begins: whether the chunk is the first latent frame of the clip.
-        after: for the next chunk: the last two input frames [b, 2, h, w, c] of each convolution
-            over time that was applied so far, in the order of application. Where the chunk has
-            fewer frames, frames of `before` (for the first chunk: zeros) precede them.
+        after: for the next chunk: a list with the last two input frames [b, 2, h, w, c] of each
+            convolution over time that was applied so far, in the order of application. Where the
+            chunk has fewer frames, frames of `before` (for the first chunk: zeros) precede them.
     """
 
     def __init__(self, before: Iterable[Array] | None):
@@ -427,8 +428,9 @@ class History:
 
 
 class Decoder(nnx.Module):
-    """The decoder network: one stage per resolution, from coarse to fine. Each stage but the last
-    ends with upsampling.
+    """The decoder network: a convolution, the blocks of the coarsest resolution (`MidBlock`), the
+    stages from coarse to fine, of which all but the last end with upsampling, then norm, SiLU and a
+    convolution.
 
     Args:
         config: configuration of the autoencoder.
@@ -577,7 +579,10 @@ class ResidualStage(Stage):
     def __call__(
         self, x: Float[Array, "b t h w n_in"], history: History | None
     ) -> Float[Array, "b T H W n_out"]:
-        """Applies the residual blocks, then the upsampling and the shortcut if there is one.
+        """Applies the residual blocks, then the upsampling if there is one.
+
+        With upsampling, the input with repeated pixels (`repeat_pixels`) is added to the result. Of
+        the two copies of a clip's first frame in time, only the second is added.
 
         Args:
             x: clips with `n_in` channels.
@@ -692,8 +697,8 @@ class ResidualBlock(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attention with a single head among the pixels of each frame. It reads a norm of the input,
-    and its result is added to the input.
+    """Softmax attention with a single head among the pixels of each frame, after a norm
+    (`PixelNorm`). Its result is added to the input.
 
     Args:
         channels: number of input channels, of output channels, and of features of the head.
@@ -724,8 +729,9 @@ class Attention(nnx.Module):
 class Upsample(nnx.Module):
     """Upsampling in space and, if `temporal` is set, in time.
 
-    In time, a convolution turns every frame but the first into two. In space, height and width are
-    doubled by nearest-neighbor interpolation, and a 3x3 convolution follows.
+    In time, a convolution over three frames (`CausalConv`) turns every frame but the first into
+    two. In space, height and width are doubled by nearest-neighbor interpolation, and a 3x3
+    convolution follows.
 
     Args:
         n_in: number of input channels.
@@ -766,7 +772,8 @@ class Upsample(nnx.Module):
     def _double_frames(
         self, x: Float[Array, "b t h w c"], history: History | None
     ) -> Float[Array, "b 2*t h w c"]:
-        """Turns each frame into two by the convolution over time.
+        """Turns each frame into two by the convolution over time: the first half of its output
+        channels is the earlier frame.
 
         Args:
             x: frames of clips, without the first one of a clip. The convolution does not read that

@@ -31,9 +31,11 @@ class FluxPipeline(Pipeline):
     prompt.
 
     `FluxPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
-    diffusers without reading a weight. `gradient_checkpointing` ("none", "matmuls" or "blocks")
-    says what the backward pass of the transformer recomputes. The attributes below are in addition
-    to those of `Pipeline`.
+    diffusers without reading a weight. It raises FileNotFoundError if a configuration or a
+    tokenizer is missing, and ValueError if one is not supported or two do not fit together.
+    `gradient_checkpointing` ("none", "matmuls" or "blocks") says what the backward pass of the
+    transformer recomputes; another value raises KeyError while tracing. The attributes below are in
+    addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -111,8 +113,9 @@ class FluxPipeline(Pipeline):
             t5_config: configuration of T5, whose `d_model` is the width of the text tokens.
 
         Raises:
-            ValueError: a width or number of channels of the transformer is not what the other
-                networks return or take.
+            ValueError: `in_channels` or `out_channels` of the transformer is not four times the
+                channels of a latent, or `joint_attention_dim` or `pooled_projection_dim` is not the
+                width of its text encoder.
         """
         config = self.config
         latent = self.vae_config.latent_channels * PATCH**2
@@ -148,16 +151,16 @@ class FluxPipeline(Pipeline):
             params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
                 may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
-                leaves are whole.
+                leaves are whole, as `Component.gather` returns them.
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: a dictionary with "text" [b, l, d], hidden states of T5, and "pooled" [b,
                 e], CLIP's embedding of the whole prompt, as returned by `encode_text`.
-            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            timestep: `1000 * sigma` of each latent [b], where the noise level sigma lies in [0, 1].
             guidance: guidance scale, a scalar, for example 3.5. FLUX.1-schnell, whose transformer
                 does not embed it, ignores it.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
             The velocity, of the shape of `latent`.
@@ -198,7 +201,8 @@ class FluxPipeline(Pipeline):
             numbers, int32. There is no mask, because FLUX.1 attends to padding.
 
         Raises:
-            InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
+            InputError: `max_tokens` is out of range, or a tokenizer fails or is a `NoVocabulary`
+                outside of this package.
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],

@@ -101,7 +101,8 @@ class FluxConfig(TransformerConfig):
 class FluxTransformer2DModel(nnx.Module):
     """The network that predicts the velocity `noise - x0` of noisy latents.
 
-    Blocks with two streams (text and image apart) come first, then blocks with one stream.
+    Blocks with two streams (text and image apart) come first, then blocks with one stream. Each
+    kind is one module with stacked parameters.
 
     Args:
         config: configuration of the network (`FluxConfig`): its widths, heads and blocks of both
@@ -154,8 +155,8 @@ class FluxTransformer2DModel(nnx.Module):
             guidance: guidance scale of each latent, for example 3.5, if the configuration sets
                 `guidance_embeds`; otherwise None.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
             The velocity, in the dtype of `latent`: out is a quarter of the output features of a
@@ -262,8 +263,8 @@ class FluxSingleBlock(nnx.Module):
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
             The tokens after the block, of the shape and dtype of `x`.
@@ -291,7 +292,8 @@ def rotary_table(length: int, rows: int, columns: int, axes_dims: tuple[int, ...
 
     Returns:
         (cosines, sines) of the angles, whose frequencies have the base 10000 (`THETA`): two float32
-        arrays [1, length + rows * columns, head_dim / 2].
+        arrays [1, length + rows * columns, head_dim / 2]. The last axis has the angles of the first
+        coordinate, then those of the second and third.
     """
     positions = np.zeros((3, length + rows * columns))
     positions[1:, length:] = np.indices((rows, columns)).reshape(2, -1)

@@ -25,7 +25,8 @@ class AutoencoderKLFlux2Config(KLConfig):
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
     Only the decoder is built; the fields of the encoder are read and checked. The diffusion model's
     latents are the autoencoder's, with each 2 x 2 pixels stacked into the channels of one, and
-    every channel normalized. The constructor raises ValueError for a value that is not supported.
+    every channel normalized. The constructor raises ValueError for a value that is not supported;
+    so does `read` for an unknown field.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
@@ -41,9 +42,9 @@ class AutoencoderKLFlux2Config(KLConfig):
         latent_channels: number of channels of the autoencoder's latents. The diffusion model's have
             four times as many.
         norm_num_groups: number of groups of channels in every group normalization.
-        sample_size: has no effect: side, or sides, of the training images in pixels.
-        force_upcast: whether pipelines decode in float32 whatever precision the rest of the model
-            has.
+        sample_size: side, or height and width, of the training images in pixels. It has no effect.
+        force_upcast: whether the network needs float32. Pipelines then decode in float32 whatever
+            precision the rest of the model has (`Pipeline.vae_dtype`).
         use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
             no effect here.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
@@ -73,8 +74,8 @@ class AutoencoderKLFlux2Config(KLConfig):
     def decoder_config(self) -> "AutoencoderKLFlux2Config":
         """The configuration in which `block_out_channels` are the channels of the decoder's stages.
 
-        It is `self` if `decoder_block_out_channels` is None, otherwise a copy whose
-        `block_out_channels` has the value of that field.
+        It is `self` if `decoder_block_out_channels` is None, otherwise a copy in which
+        `block_out_channels` has the value of that field, and that field is None.
         """
         widths = self.decoder_block_out_channels
         if widths is None:
@@ -113,7 +114,7 @@ class AutoencoderKLFlux2Config(KLConfig):
     @property
     def compression(self) -> int:
         """Side, in image pixels, of the square that one pixel of the diffusion model's latent
-        stands for: twice `spatial_compression`.
+        stands for: 2 to the power of the number of stages, 16 by default.
         """
         return self.spatial_compression * PATCH
 

@@ -30,9 +30,9 @@ def empirical_mu(steps: int, tokens: int) -> float:
     """Returns the natural logarithm mu of the factor by which FLUX.2 shifts its schedule towards
     noise.
 
-    Equal to `compute_empirical_mu` of diffusers: linear in the number of steps, and, for any fixed
-    number of steps, linear in the number of tokens. Above 4300 tokens it no longer depends on the
-    number of steps.
+    Equal to `compute_empirical_mu` of diffusers. Up to 4300 tokens it is linear in the number of
+    steps and in the number of tokens, each with the other fixed. Above, it is that for 200 steps,
+    whatever their number.
 
     Args:
         steps: number of sampling steps.

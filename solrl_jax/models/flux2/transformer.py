@@ -43,7 +43,8 @@ class Flux2Config(TransformerConfig):
 
     The defaults are those of diffusers. The default of `guidance_embeds` is not supported, so a
     file has to set it to false. A token has `attention_head_dim * num_attention_heads` features.
-    The constructor raises ValueError for a value that is not supported.
+    The constructor raises ValueError for a value that is not supported; so does `read` for an
+    unknown field.
 
     Attributes:
         patch_size: 1, the only supported value.
@@ -292,7 +293,8 @@ class Flux2Block(nnx.Module):
 
         Args:
             text: the text tokens.
-            image: the image tokens.
+            image: the image tokens; under sequence parallelism, the n of this device. Every device
+                has all of the text.
             text_vectors: six vectors that modulate the text: shift, scale and gate of the
                 attention, then of the MLP.
             image_vectors: six vectors that modulate the image: shift, scale and gate of the
@@ -352,7 +354,8 @@ class Flux2SingleBlock(nnx.Module):
         projects both results together, and adds them, times a gate, to the input.
 
         Args:
-            x: the text tokens, then the image tokens.
+            x: the text tokens, then the image tokens; under sequence parallelism, the s consecutive
+                ones that this device has.
             vectors: three vectors that modulate the tokens: shift and scale of the norm, and gate
                 of the result.
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
@@ -374,7 +377,7 @@ def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> R
     tokens, row by row.
 
     A position has four coordinates: (0, row, column, 0) for image tokens, and (0, 0, 0, index) for
-    text tokens. The first coordinate distinguishes reference images.
+    text tokens. The first coordinate would distinguish reference images, which are not supported.
 
     Args:
         length: number of text tokens.
@@ -384,7 +387,7 @@ def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> R
             coordinate rotates, and `rope_theta` is the base of the frequencies.
 
     Returns:
-        Cosines and sines, two float32 arrays [1, length + rows * columns, head_dim / 2].
+        Cosines and sines, two float32 NumPy arrays [1, length + rows * columns, head_dim / 2].
     """
     positions = np.zeros((4, length + rows * columns))
     positions[3, :length] = np.arange(length)

@@ -20,13 +20,14 @@ def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
     """Wraps an activation in a `LazyActivation`.
 
     A lazy activation is an array [b, s, d] that is not computed until a layer reads it; that
-    layer's kernel then computes it on the fly. Further functions of its rows, such as norms, can be
-    appended to it before that.
+    layer's kernel then computes it on the fly. Further functions along the last axis, such as
+    norms, can be appended to it before that.
 
     Args:
         x: An array [b, s, d] or a lazy activation.
-        dtype: For an array: the dtype to which its values are cast when they are read; None: its
-            own dtype. Ignored if `x` is lazy.
+        dtype: For an array: the dtype of the lazy activation; None: that of the array. The
+            functions that are appended compute in the array's own dtype (in kernels in float32),
+            and their result is cast. Ignored if `x` is lazy.
 
     Returns:
         `x` itself if it is lazy, otherwise a lazy activation with the values of `x`.
@@ -49,8 +50,8 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
 
     Returns:
         The lazy activation [b, s, d + sum of d_i], in the dtype of `first` if this is lazy,
-        otherwise in `dtype`. Its `value` casts all features to that dtype; kernels compute them in
-        float32.
+        otherwise in `dtype`. A layer that materializes it (its `value`) casts all features to that
+        dtype; a layer whose kernel reads it computes in float32.
     """
     result = as_lazy(first, dtype)
     for other in others:

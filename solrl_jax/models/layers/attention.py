@@ -38,7 +38,9 @@ def attention(
     """Computes `softmax(scale * q k^T + bias) v` for each head. The softmax is in float32.
 
     The kernel depends on platform and shapes: Pallas on TPUs, cuDNN on GPUs, otherwise XLA. Under
-    tensor parallelism, each device computes some of the heads, and the result is gathered.
+    tensor parallelism, each device computes some of the heads, and the result is gathered. Under
+    sequence parallelism (inside `quant.sequence_parallel.shard_tokens`), `q` holds the queries of
+    this device, and `k` and `v` hold those of all devices.
 
     Args:
         q: Queries: batch, query positions, heads, features of a head.
@@ -48,8 +50,9 @@ def attention(
         mask: Which keys queries attend to. Either a Boolean matrix with four axes that broadcasts
             to [b, n, t, s], True where a query may attend to a key; or int [b], the number of
             leading keys that are valid, at least 1. None: all keys. A query with no key in the
-            matrix gets a mean of the values, so that the outputs of padding are finite. Under
-            sequence parallelism, a matrix is the same for all heads and queries [b or 1, 1, 1, s].
+            matrix gets a mean of the values (on TPUs with the zeros that pad them), so that the
+            outputs of padding are finite. Under sequence parallelism, a matrix is the same for all
+            heads and queries [b or 1, 1, 1, s].
         scale: The factor of the logits. None: `h ** -0.5`.
         softcap: A number c that replaces the logits by `c tanh(logits / c)`, before the mask is
             applied. It needs memory for all scores. None: no cap.
@@ -61,9 +64,8 @@ def attention(
         Differentiable in q, k, v and bias.
 
     Raises:
-        AssertionError: Both `softcap` and `bias` are given; or, under sequence parallelism (inside
-            `shard_tokens`) without a `softcap`, a bias is given or there are fewer key heads than
-            query heads.
+        AssertionError: Both `softcap` and `bias` are given; or, under sequence parallelism without
+            a `softcap`, a bias is given or there are fewer key heads than query heads.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None:
@@ -83,6 +85,8 @@ def attention_forward(
     gradient. The softmax is in float32.
 
     It needs less memory on GPUs than `attention`, but its gradient evaluates `attention` once more.
+    Under sequence parallelism (inside `quant.sequence_parallel.shard_tokens`), `q` holds the
+    queries of this device, and `k` and `v` hold those of all devices.
 
     Args:
         q: Queries [b, t, n, h]: batch, query positions, heads, features of a head.
@@ -99,8 +103,7 @@ def attention_forward(
         The attended values [b, t, n, h], in the dtype of `q`. They have a gradient in q, k and v.
 
     Raises:
-        AssertionError: Under sequence parallelism (inside `shard_tokens`), there are fewer key
-            heads than query heads.
+        AssertionError: Under sequence parallelism, there are fewer key heads than query heads.
     """
     return _forward_only(q, k, v, mask)
 
@@ -163,7 +166,7 @@ def _shard_heads(x: Array) -> Array:
 
     Returns:
         The same values: sharded if the size of the axis divides the number of heads n, otherwise
-        replicated. `x` itself if the mesh has no such axis, or one of size 1.
+        replicated over it. `x` itself if the mesh has no such axis, or one of size 1.
     """
     return tensor_parallel.shard_axis(x, 2)
 
@@ -329,8 +332,9 @@ def _cudnn_attention(
     """Calls cuDNN's flash attention (arXiv 2205.14135), with the operands in the form that it
     requires. Call it only if `cudnn_fits` is True.
 
-    For a gradient, cuDNN requires even lengths and a mask of the full shape. An odd length is then
-    padded by one position, which the kernel ignores.
+    For a gradient, cuDNN requires even lengths and a mask matrix of the full shape [b, n, t, s]. If
+    a gradient may be taken, the matrix is broadcast, and an odd length is padded by one position,
+    which the kernel ignores. Numbers of keys are passed as lengths of the sequences.
 
     Args:
         q: Queries [b, t, n, h].
@@ -393,8 +397,10 @@ def _attend_to_all(
     XLA's partitioner cannot partition fused kernels where `sequence` is a manual axis, so each
     device calls them with its own rows and heads. The gradients of keys and values are sums
     over the queries of all devices. Kernels round these sums, so they must not be split: in the
-    backward pass, each device runs the kernel again for all queries of some samples and heads. The
-    result is named "matmul", so gradient checkpointing "matmuls" keeps it.
+    backward pass, devices exchange their queries (an all-to-all), and each runs the kernel again
+    for all queries of some samples and heads. JAX adds up the gradients of keys and values over the
+    devices, so the first device returns all of them and the others return zeros. The result is
+    named "matmul", so gradient checkpointing "matmuls" keeps it.
 
     Args:
         q: Queries of the tokens of this device [b, t, n, h].

@@ -31,7 +31,8 @@ def attention_fp8(
     The matmuls run in FP8 on GPUs from Hopper on, if a head has a multiple of 16 features, up to
     128. On CPUs, plain JAX gives the same rounding for any head. On all other devices, and on GPUs
     for other heads, the matmuls run in BF16. Except on CPUs, under tensor parallelism each device
-    computes some of the heads, and the result is gathered.
+    computes some of the heads, and the result is gathered. Under sequence parallelism, `q` holds
+    the queries of this device, and `k` and `v` hold those of all devices.
 
     Args:
         q: Queries in E4M3: batch, query positions, heads, features of a head.
@@ -89,9 +90,9 @@ def reference(q: Array, k: Array, v: Array) -> Array:
     """Computes `softmax(h ** -0.5 q k^T) v` for each head in plain JAX, with the rounding of
     cuDNN's FP8 attention.
 
-    Logits and sums are in float32. The exponentials, times 256 (`PROBABILITY_SCALE`), are rounded
-    to E4M3 for the product with the values; their sum, which normalizes the result, is taken before
-    this rounding. All scores are in memory.
+    Logits and sums are in float32. The exponentials of the logits less their maximum, times 256
+    (`PROBABILITY_SCALE`), are rounded to E4M3 for the product with the values; their sum, which
+    normalizes the result, is taken before this rounding. All scores are in memory.
 
     Args:
         q: queries [b, t, n, h] in E4M3: batch, positions, heads, features of a head.

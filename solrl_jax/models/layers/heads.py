@@ -12,17 +12,18 @@ TILE_ROWS = 8
 def split_heads(x: Float[Array, "... d"], head_dim: int) -> Float[Array, "..."]:
     """Gives the heads of queries or keys an axis of their own, for operations on single heads.
 
-    In a program for TPUs, the rows are also divided into groups of 8, if their number allows. A
-    head of 128 features is then stored as it is in `x`, so that no data moves. With one axis for
-    all rows, the compiler transposes the array twice.
+    In a program for TPUs (`compile_target.platform`), the rows are also divided into groups of 8 if
+    s is a multiple of 8. A head of 128 features is then stored as it is in `x`, so that no data
+    moves. With one axis for all rows, the compiler transposes the array twice.
 
     Args:
         x: Queries or keys [..., s, d], heads side by side; or a single row [d].
         head_dim: The number of features of a head, which divides d.
 
     Returns:
-        The values of `x`, [..., s, d / head_dim, head_dim] or, on TPUs,
-        [..., s / 8, 8, d / head_dim, head_dim]. `reshape(x.shape)` is the inverse.
+        The values of `x`, [..., s, d / head_dim, head_dim] or, divided into groups, [..., s / 8, 8,
+        d / head_dim, head_dim]; [d / head_dim, head_dim] for a single row. `reshape(x.shape)` is
+        the inverse.
     """
     *leading, features = x.shape
     if compile_target.platform() == "tpu" and leading and leading[-1] % TILE_ROWS == 0:

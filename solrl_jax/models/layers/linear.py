@@ -98,6 +98,7 @@ class Linear(nnx.Module):
     @property
     def is_quantized(self) -> bool:
         """Whether the weight is quantized, in any format. If so, no gradient may be taken of the
-        layer's result.
+        layer's result. A weight with a LoRA adapter and a `HalfPrecisionWeight` (FP16 or BF16) are
+        not quantized.
         """
         return isinstance(self.kernel.get_value(), Quantized)

@@ -59,9 +59,10 @@ class AttentionProjections(nnx.Module):
 
         Returns:
             A list [queries [b, n, inner], keys [b, l, inner], values [b, l, inner]] of lazy
-            activations. The matmuls and norms are computed now; without norms, biases and scales of
-            quantized matmuls are left to the layer that reads the result. inner is the number of
-            features of all heads together, which lie side by side.
+            activations. The matmuls, and the norms if there are any, are computed now. Biases, and
+            the scales of quantized matmuls, are left to the layer that reads the result, except
+            before a norm. inner is the number of features of all heads together, which lie side by
+            side.
         """
         q = self.to_q.lazy(x)
         k = self.to_k.lazy(source)
@@ -97,8 +98,8 @@ class LinearAttention(AttentionProjections):
 
         Args:
             x: The image tokens [b, n, d], an array or a lazy activation (one that is computed when
-                it is read). Under sequence parallelism, those of this device, which attend to those
-                of all devices.
+                it is read). Under sequence parallelism, those of this device; they attend to those
+                of all devices, whose keys and values are gathered in float32.
             grid: Unused. The (rows, columns) of the tokens, for layers that replace this one and
                 depend on positions (`BlockMixing`).
 
@@ -144,7 +145,7 @@ class CrossAttention(AttentionProjections):
 
         Returns:
             One output per image token, in the dtype of `x`. The input is not added. A sample whose
-            mask is all False attends evenly to all values.
+            mask is all False gets a mean of the values (on TPUs with the zeros that pad them).
         """
         q, k, v = (
             y.value.reshape(*y.value.shape[:2], self.heads, -1)

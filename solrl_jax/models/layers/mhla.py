@@ -38,10 +38,11 @@ class Mhla:
         blocks: The number M of blocks, 1 or more: a divisor of the number of rows of tokens times a
             divisor of the number of columns, for example 16 = 4 x 4 for 32 x 32 tokens.
         released_variant: Whether to follow the released code instead of the paper. Then the columns
-            of m (not the rows) sum to 1 at first; training does not keep m in [0, 1]; the
+            of m (not the rows) sum to 1 at first; training does not clip m to [0, 1]; the
             convolution that is added to the attention starts as the identity (not zero) and has a
-            bias; and the denominator of a query mixes those of the queries at the same place in all
-            blocks.
+            bias; and the denominator of a query q of block i is `sum_j m_ij q_j . z_j` instead of
+            `q . sum_j m_ij z_j`, where z_j is the sum of the keys of block j, and q_j the query at
+            the same place in block j.
         normed: Whether to add norms of queries and keys (RMSNorm with epsilon 1e-5, over all heads
             together) to a checkpoint without them. Norms that a checkpoint has are always kept.
     """
@@ -53,14 +54,15 @@ class Mhla:
 
 class BlockMixing(AttentionProjections):
     """MHLA's attention: linear attention that mixes the sums over keys among blocks of the image,
-    plus a depthwise 3x3 convolution of the values.
+    plus a depthwise 3x3 convolution of the values, over the whole image.
 
     1e-6 is added to the ReLU of queries and keys, and to the denominator.
 
     The new parameters are the matrix `mix` [M, M] for M blocks and the convolution `lepe`. When a
     checkpoint without MHLA is loaded, they get values with which the network starts near the one
     without MHLA: `mix` falls linearly with the distance between blocks (`initial_mix`), and `lepe`
-    is zero (or, in the released variant, the identity). Before that, `mix` is zero.
+    is zero (or, in the released variant, the identity). The constructor sets `mix` to zero and
+    `lepe` to random values.
 
     Args:
         mhla: The settings of MHLA (`Mhla`).
@@ -133,7 +135,8 @@ class BlockMixing(AttentionProjections):
 
 
 def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
-    """Chooses how to divide a grid of tokens into equal blocks that are as square as possible.
+    """Chooses how to divide a grid of tokens into equal blocks that are as square as possible: the
+    ratio of their sides, counted in tokens, is closest to 1.
 
     If two divisions are equally square, the one with fewer blocks from top to bottom is chosen.
 

@@ -16,8 +16,8 @@ def param(
     """Creates a parameter with metadata about its form in PyTorch checkpoints, for
     `models.loading.weights`.
 
-    The metadata have the names of the arguments. Two more, `below_stack` and `first_layer`, are for
-    parameters in a stack of blocks, and are set by `stack`.
+    Every argument but `value` becomes metadata of the same name. Two more, `below_stack` and
+    `first_layer`, are for parameters in a stack of blocks, and are set by `stack`.
 
     Args:
         value: The initial value, with the shape and the order of axes that the parameter has in

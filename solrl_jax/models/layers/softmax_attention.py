@@ -66,16 +66,16 @@ def attend(
     """Computes softmax attention over the tokens of one or more streams (such as text and image),
     which form one sequence.
 
-    Under sequence parallelism, the streams hold the tokens of one device, which attend to those of
-    all devices. No gradient may be taken of it with `fp8_attention`, or if a layer that made the
-    queries, keys or values is quantized.
+    Under sequence parallelism, the streams and the result hold the tokens of one device, which
+    attend to those of all devices. No gradient may be taken of it with `fp8_attention`, or if a
+    layer that made the queries, keys or values is quantized.
 
     Args:
         head_dim: The number of features of one head.
         *streams: One list [queries, keys, values] per stream, in the order of the sequence. Each is
             [b, s_i, d], with heads side by side.
-        key_lengths: The number of leading keys of the sequence that each sample attends to, at
-            least 1. None: all. Ignored with `fp8_attention`.
+        key_lengths: The number of leading keys of the sequence (of all devices) that each sample
+            attends to, at least 1. None: all. Ignored with `fp8_attention`.
         fp8_attention: Whether attention is computed in FP8: queries, keys, values and result are in
             E4M3. No gradient may be taken. Accelerators without FP8 attention compute in BF16 from
             the rounded inputs.
@@ -198,11 +198,12 @@ class SelfAttention(QKVProjection):
 
         Args:
             x: The input [b, s, d], an array or a lazy activation (one that is computed when it is
-                read).
+                read). Under sequence parallelism, the s tokens of this device, which attend to
+                those of all devices.
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2]. None: no rotation.
-            key_lengths: The number of leading tokens that each sample attends to, at least 1. None:
-                all. Ignored with `fp8_attention`.
+            key_lengths: The number of leading tokens (of all devices) that each sample attends to,
+                at least 1. None: all. Ignored with `fp8_attention`.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
                 are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
                 BF16 from the rounded inputs.
@@ -275,7 +276,7 @@ class JointAttention(QKVProjection):
             text: The text tokens [b, l, d], an array or a lazy activation (one that is computed
                 when it is read).
             image: The image tokens [b, n, d], an array or a lazy activation (one that is computed
-                when it is read). Under sequence parallelism, those of this device, which attend to
+                when it is read). Under sequence parallelism, the n of this device, which attend to
                 those of all devices; every device has all of the text.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotation.
@@ -340,7 +341,8 @@ class ParallelAttention(nnx.Module):
 
         Args:
             x: The input [b, s, d], an array or a lazy activation (one that is computed when it is
-                read).
+                read). Under sequence parallelism, the s tokens of this device, which attend to
+                those of all devices.
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result

@@ -48,7 +48,8 @@ def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
         fields: contents of a `config.json`, which are not changed.
 
     Returns:
-        A new dictionary. It has no `rope_theta` if `fields` has none in any of these places.
+        A new dictionary with all entries of `fields`. It has no `rope_theta` if `fields` has none
+        in any of these places.
 
     Raises:
         ValueError: the mapping asks for another rotary embedding than "default" (by `rope_type`,
@@ -283,7 +284,7 @@ def _describe(annotation: Any) -> str:
     """Describes the values of an annotated type, for error messages: for example "a positive
     integer" for int, or "a list of strings" for tuple[str, ...].
 
-    The options of a union are joined by " or ".
+    None is "None". The options of a union are joined by " or ".
 
     Args:
         annotation: int, float, str, bool, None, tuple[TYPE, ...], or a union of these.

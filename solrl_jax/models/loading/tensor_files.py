@@ -248,7 +248,7 @@ def _variant(name: str) -> str:
     `model.fp16-00001-of-00002.safetensors` and `model.safetensors.index.fp16.json`.
 
     It consists of all parts after the first dot, without "safetensors", "index" and "json", each up
-    to its first hyphen.
+    to its first hyphen, joined by dots.
 
     Args:
         name: name of a safetensors file or of an index, without directories.

@@ -183,7 +183,7 @@ def locate_tensors(
     Differences between versions of transformers are accepted: the prefix "text_model." or "model."
     may be missing in all names, T5's token table has two possible names, and some redundant tensors
     may be present (`REDUNDANT`: position numbers, T5's second token table). A parameter with an
-    initial value may be missing as a whole.
+    initial value may be missing (that of a stack: in all layers).
 
     Args:
         source: the directory of a network, or one safetensors file.
@@ -297,9 +297,9 @@ def check_tensors(
         The position of every tensor in the files, by name.
 
     Raises:
-        ValueError: a file is missing or cannot be read; or tensors are missing, unexpected, of
-            another shape, stored twice, or of a dtype other than BF16, F16, F32 and F64. The
-            message lists all such tensors.
+        ValueError: a file is missing or cannot be read; or expected tensors are missing, of another
+            shape or of a dtype other than BF16, F16, F32 and F64; or there are others that are not
+            ignored; or a tensor is stored twice. The message lists all such tensors.
     """
     stored: dict[str, StoredTensor] = {}
     problems = []
@@ -447,7 +447,8 @@ def _load_rows(
             `slice(None)`: all.
 
     Returns:
-        An array with `sharding`, in which the shard of each device consists of these rows only.
+        An array with `sharding`, in which the shard of each device consists of these rows only: its
+        leading axis is their number times the number of shards along it.
 
     Raises:
         KeyError: a tensor of these rows is not in `stored`.

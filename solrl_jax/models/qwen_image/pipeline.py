@@ -54,9 +54,11 @@ class QwenImagePipeline(Pipeline):
     available, because the attention is masked.
 
     `QwenImagePipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
-    diffusers without reading a weight. `gradient_checkpointing` ("none", "matmuls" or "blocks")
-    says what the backward pass of the transformer recomputes. The attributes below are in addition
-    to those of `Pipeline`.
+    diffusers without reading a weight. It raises FileNotFoundError if a configuration or the
+    tokenizer is missing, and ValueError if one is not supported or two do not fit together.
+    `gradient_checkpointing` ("none", "matmuls" or "blocks") says what the backward pass of the
+    transformer recomputes; another value raises KeyError while tracing. The attributes below are in
+    addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -120,7 +122,8 @@ class QwenImagePipeline(Pipeline):
 
     def _read_shift(self) -> None:
         """Reads the settings of the schedule shift from the attribute `scheduler`, and sets
-        `shift_terminal` and `_shift`, a dictionary of the four others, from which `mu` is computed.
+        `shift_terminal` (the last noise level before 0) and `_shift`, a dictionary of the four
+        others, which `shift_formula` reads.
 
         Defaults are those of diffusers' pipeline: `base_shift` 0.5, `max_shift` 1.15,
         `base_image_seq_len` 256, `max_image_seq_len` 4096, and no `shift_terminal`.
@@ -150,10 +153,10 @@ class QwenImagePipeline(Pipeline):
     def shift_formula(self) -> Callable[[int, int], float]:
         """The formula by which the schedule is shifted towards noise for larger images.
 
-        A function (number of steps, number of image tokens) that returns mu, the natural logarithm
-        of the shift. mu is linear in the number of tokens, with the values `base_shift` at
-        `base_image_seq_len` tokens and `max_shift` at `max_image_seq_len` tokens, which are fields
-        of `scheduler_config.json`. The number of steps has no effect.
+        A function (number of steps, number of image tokens of 2 x 2 latent pixels) that returns mu,
+        the natural logarithm of the shift. mu is linear in the number of tokens, without bounds: it
+        is `base_shift` at `base_image_seq_len` tokens and `max_shift` at `max_image_seq_len`
+        tokens, which are fields of `scheduler_config.json`. The number of steps has no effect.
         """
 
         def line(steps: int, tokens: int) -> float:
@@ -180,11 +183,11 @@ class QwenImagePipeline(Pipeline):
             params: parameters of the transformer: nested dictionaries keyed by module name. A leaf
                 may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
-                leaves are whole.
+                leaves are whole, as `Component.gather` returns them.
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: a dictionary with "text" [b, l, d], hidden states of Qwen2.5-VL, and
                 "mask" [b, l], true on tokens and false on padding, as returned by `encode_text`.
-            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            timestep: `1000 * sigma` of each latent [b], where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked.
 
@@ -193,8 +196,9 @@ class QwenImagePipeline(Pipeline):
 
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, half of
-                the larger side in tokens plus the number of text tokens exceeds 4096, or the size
-                of the mesh axis `sequence` does not divide the number of image tokens.
+                the larger side in tokens, rounded down, plus the number l of text tokens, padding
+                included, exceeds 4096, or the size of the mesh axis `sequence` does not divide the
+                number of image tokens.
             KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
                 "blocks".
         """
@@ -241,8 +245,8 @@ class QwenImagePipeline(Pipeline):
         Args:
             prompts: one or more texts.
             max_tokens: number of tokens per prompt that the transformer sees, from 1 (not checked)
-                to 1024. They include the end of the template, which is lost if the text is longer
-                and cut.
+                to 1024. They include the end of the template after the prompt. A longer text is cut
+                at its end, so that it loses the end of the template first.
             instruction: ignored: Qwen-Image takes no instruction.
 
         Returns:
@@ -251,7 +255,8 @@ class QwenImagePipeline(Pipeline):
             beginning of the template.
 
         Raises:
-            InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.
+            InputError: `max_tokens` exceeds 1024, or the tokenizer fails or is a `NoVocabulary`
+                outside of this package.
         """
         if max_tokens > MAX_TOKENS:
             raise InputError(

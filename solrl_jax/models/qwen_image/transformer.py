@@ -155,9 +155,9 @@ class QwenImageTransformer2DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.num_out_channels` channels.
 
         Raises:
-            ValueError: height or width is odd; half of the larger side in image tokens plus the
-                number of text tokens, padding included, exceeds 4096 (`POSITIONS`); or the size of
-                the mesh axis `sequence` does not divide the number of image tokens.
+            ValueError: height or width is odd; half of the larger side in image tokens, rounded
+                down, plus the number of text tokens, padding included, exceeds 4096 (`POSITIONS`);
+                or the size of the mesh axis `sequence` does not divide the number of image tokens.
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
@@ -240,7 +240,7 @@ class QwenImageBlock(nnx.Module):
         Args:
             image: the image tokens; under sequence parallelism (`shard_tokens`), those of this
                 device.
-            text: the text tokens, padding last.
+            text: the text tokens, padding last. Every device has all of them.
             condition: the embedded timestep after its SiLU, from which the block computes shift,
                 scale and gate of attention and MLP for each stream.
             rotation: cosines and sines of the rotary angles of the n + l positions, image first:
@@ -287,7 +287,8 @@ class MaskedJointAttention(JointAttention):
         head_dim: number of features of one head.
         normed: whether each head of queries and keys is normalized (RMSNorm).
         bias: whether the linear layers have biases.
-        last: must be False: there is always an output for the text.
+        last: must be False. True would leave out the output layer of the text, which `image_first`
+            needs (AssertionError).
         rngs: random number generators for the initial weights.
     """
 
@@ -305,8 +306,8 @@ class MaskedJointAttention(JointAttention):
             image: the image tokens [b, n, d], an array or a lazy activation (one that is computed
                 when it is read). Under sequence parallelism (`shard_tokens`), they are those of
                 this device.
-            text: the text tokens [b, l, d], padding last, an array or a lazy activation (one that
-                is computed when it is read).
+            text: the text tokens [b, l, d], padding last, likewise an array or a lazy activation.
+                Every device has all of them.
             rotation: cosines and sines of the rotary angles of the n + l positions, image first:
                 two float32 arrays [b or 1, n + l, head_dim / 2].
             key_lengths: the number of leading tokens of the sequence (image, then text) that each

@@ -137,9 +137,9 @@ def is_native(names: Iterable[str]) -> bool:
         names: names of all tensors of the checkpoint.
 
     Returns:
-        True if a name belongs to an MLP of that layout, such as
-        "blocks.0.mlp.depth_conv.conv.weight". Names begin with "blocks."; one with a prefix such as
-        "module." is not recognized.
+        True if a name belongs to an MLP of that layout (to its `inverted_conv`, `depth_conv` or
+        `point_conv`), such as "blocks.0.mlp.depth_conv.conv.weight". Names begin with "blocks.";
+        one with a prefix such as "module." is not recognized.
     """
     return any(re.match(r"blocks\.\d+\.mlp\.(inverted|depth|point)_conv\.", name) for name in names)
 

@@ -202,7 +202,7 @@ class SanaPipeline(Pipeline):
 
         With an instruction, Gemma reads it before each prompt, but the transformer sees only
         `max_tokens` of the encoded tokens: the first one and the last ones, which are those of the
-        prompt.
+        prompt and its padding.
 
         Args:
             prompts: one or more texts.
@@ -215,8 +215,9 @@ class SanaPipeline(Pipeline):
         Returns:
             A dictionary. "ids", int32, and "mask", bool, true on tokens and false on padding: both
             [prompts, tokens], where tokens is `max_tokens`; with an instruction, its number of
-            tokens less 2 is added. "kept" [prompts, max_tokens], int32: the positions of the tokens
-            that the transformer sees.
+            tokens (the special one at its start included) less 2 is added. "kept" [prompts,
+            max_tokens], int32: the positions of the tokens that the transformer sees, without an
+            instruction all of them.
 
         Raises:
             InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.

@@ -40,7 +40,8 @@ class SanaConfig(TransformerConfig):
     """The configuration of SANA's transformer: the fields of a published `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `num_attention_heads * attention_head_dim`
-    features. The constructor raises ValueError for a value that is not supported.
+    features. The constructor raises ValueError for a value that is not supported; so does `read`
+    for an unknown field.
 
     Attributes:
         in_channels: number of channels of the latents.

@@ -37,7 +37,8 @@ class StableDiffusion3Pipeline(Pipeline):
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
         vae_config: configuration of the autoencoder (`vae/config.json`).
-        clip_tokens: number of tokens to which prompts are padded or cut for both CLIPs.
+        clip_tokens: number of tokens to which prompts are padded or cut for both CLIPs: the
+            `model_max_length` of the first one's tokenizer.
     """
 
     kind = "StableDiffusion3Pipeline"
@@ -94,8 +95,9 @@ class StableDiffusion3Pipeline(Pipeline):
         self.largest_side = config.pos_embed_max_size * config.patch_size * self.compression
 
     def _open_text_encoders(self) -> None:
-        """Opens the text encoders: sets the attributes `text_encoders` and `clip_tokens`, and
-        checks that encoders, tokenizers and transformer fit.
+        """Opens the text encoders: sets the attributes `text_encoders` and `clip_tokens` (the
+        `model_max_length` of the first CLIP's tokenizer), and checks that encoders, tokenizers and
+        transformer fit.
 
         T5 is left out if `model_index.json` does not name "text_encoder_3", or names no class for
         it. The constructor calls this after it has set `folder` and `config`.

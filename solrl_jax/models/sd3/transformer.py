@@ -31,7 +31,8 @@ class SD3Config(TransformerConfig):
     `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `num_attention_heads * attention_head_dim`
-    features, a multiple of 4. The constructor raises ValueError for a value that is not supported.
+    features, a multiple of 4. The constructor raises ValueError for a value that is not supported;
+    so does `read` for an unknown field.
 
     Attributes:
         sample_size: side, in latent pixels, of the latents that the model was made for. It gives
@@ -92,10 +93,10 @@ class SD3Config(TransformerConfig):
 class SD3Transformer2DModel(nnx.Module):
     """Stable Diffusion 3's network, which predicts the velocity `noise - x0` of noisy latents.
 
-    There are up to three kinds of blocks: those of `dual_attention_layers`, the last one, whose
-    text stream ends, and all others. Consecutive blocks of one kind form a stack. The dictionary
-    `transformer_blocks` holds the stacks under their first and last block: "0-12", "13-22",
-    "23-23".
+    Blocks of `dual_attention_layers` and all others are different kinds, and the last block, whose
+    text stream ends, is always a kind of its own. Consecutive blocks of one kind form a stack. The
+    dictionary `transformer_blocks` holds the stacks under their first and last block: "0-12",
+    "13-22", "23-23".
 
     Args:
         config: configuration of the network (`SD3Config`): its widths, heads, blocks, patches and
@@ -178,7 +179,8 @@ class SD3Transformer2DModel(nnx.Module):
 def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
     """Builds the blocks: one stack for each run of consecutive blocks of one kind.
 
-    The kinds are: blocks in `dual_attention_layers`, the last block of the network, and all others.
+    The kinds are: blocks in `dual_attention_layers`, and all others. The last block of the network,
+    of either kind, is a stack of its own, because its text stream ends.
 
     Args:
         config: configuration of the network.

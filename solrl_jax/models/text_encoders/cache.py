@@ -105,8 +105,9 @@ class Cache:
     def file_sha256(self, file: Path) -> str:
         """Returns the SHA-256 of a file's content, which the cache remembers for the next call.
 
-        The file is read, whole, only if the cache remembers no hash for its path, size, times,
-        device and inode. If the cache cannot be written, the result is not remembered.
+        The file is read, whole, only if the cache remembers no hash for its resolved path, size,
+        mtime, ctime, device and inode. If the cache cannot be written, the result is not
+        remembered.
 
         Args:
             file: the file. Links are followed.
@@ -234,7 +235,7 @@ def _checksum(arrays: Mapping[str, np.ndarray], label: str) -> str:
     Args:
         arrays: arrays by name. Names, dtypes, shapes and values are hashed; their order does not
             matter.
-        label: the text.
+        label: the text: the key of an entry; or, to compute a key, `TextEncoders.identity`.
 
     Returns:
         64 hexadecimal digits.

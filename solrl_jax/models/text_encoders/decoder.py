@@ -111,7 +111,8 @@ class GroupedQueryAttention(nnx.Module):
         norm_eps: epsilon of the RMS norms of each head of queries and keys, before they are
             rotated. None: no such norms.
         scale: factor of the logits. None: 1 / sqrt(head_dim).
-        softcap: a number c that replaces the logits by `c tanh(logits / c)`. None: no cap.
+        softcap: a number c that replaces the scaled logits by `c tanh(logits / c)`, before the
+            mask. None: no cap.
         rngs: random number generators for the initial weights.
     """
 

@@ -32,15 +32,15 @@ class TextEncoders:
     files, which reads them whole unless the cache remembers their hashes.
 
     An encoding has the same bits whatever prompts are encoded beside it, because a device always
-    encodes 8 prompts at once (missing ones are filled up with copies).
+    encodes 8 prompts at once (a shorter chunk is filled up with copies of its first prompt).
 
     An encoding is found in the cache if weights, configurations, dtype and tokens are the same. The
     device and the version of XLA may differ.
 
     Args:
         pipeline: the model, whose tokenizers and text encoders are used.
-        mesh: devices that encode. The sizes of its axes `sequence` and `tensor` are 1: every device
-            works on its own prompts.
+        mesh: devices that encode, each its own prompts. The sizes of its axes `sequence` and
+            `tensor` must be 1, which is not checked.
         dtype: dtype in which the text encoders compute.
         cache: the cache; None: no cache.
     """
@@ -97,7 +97,8 @@ class TextEncoders:
         """Checks that the model accepts an instruction, if there is one.
 
         Args:
-            instruction: text before each prompt; None: no instruction, which every model accepts.
+            instruction: text before each prompt, possibly ""; None: no instruction, which every
+                model accepts.
 
         Raises:
             InputError: there is an instruction, but the model accepts none.
@@ -113,9 +114,9 @@ class TextEncoders:
         """Encodes prompts, or reads their encodings from the cache.
 
         Prompts that the cache lacks or holds damaged (all, if there is no cache) are computed and
-        written to it. In a run of several processes, all must call this with the same prompts; a
-        prompt that the cache of any process lacks is computed by all together, and written by each
-        to its cache.
+        written to it. For this the parameters are loaded, and stay in memory until `release`. In a
+        run of several processes, all must call this with the same prompts; a prompt that the cache
+        of any process lacks is computed by all together, and written by each to its cache.
 
         Args:
             prompts: one or more prompts.
@@ -127,7 +128,8 @@ class TextEncoders:
         Returns:
             (encodings, number of prompts that were computed; a prompt that comes twice counts
             twice). The encodings are arrays by name in host memory, with one row per prompt in the
-            order of `prompts`: for example "text" [prompts, tokens, features].
+            order of `prompts`: for example "text" [prompts, tokens, features], in the dtype of the
+            text encoders, and "mask" [prompts, tokens], bool.
 
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a file of a
@@ -162,9 +164,9 @@ class TextEncoders:
     ) -> int:
         """Encodes all prompts that the cache lacks into the cache, then releases the parameters.
 
-        Without a cache, nothing happens. The parameters are released after an error, too. A damaged
-        file in the cache counts as an encoding, which `encode` later computes again. In a run of
-        several processes, all must call this with the same prompts.
+        Without a cache, nothing happens. The parameters are also released if encoding fails or no
+        prompt is missing. A damaged file in the cache counts as an encoding, which `encode` later
+        computes again. In a run of several processes, all must call this with the same prompts.
 
         Args:
             prompts: all prompts that will be needed, one or more.
@@ -174,8 +176,8 @@ class TextEncoders:
                 instruction.
             progress: a function `(total, increment)` that is called before each chunk of
                 `prompts_per_chunk` prompts: with the number of prompts to encode, and the number
-                encoded since the last call (0 at first). It is not called at the end, nor if there
-                is nothing to encode. Its errors pass unchanged.
+                encoded since the last call (0 at first, then `prompts_per_chunk`). It is not called
+                after the last chunk, nor if there is nothing to encode. Its errors pass unchanged.
 
         Returns:
             The number of prompts that the cache lacked, in any process (a prompt that comes twice
@@ -227,10 +229,10 @@ class TextEncoders:
         """A hash of everything except the tokens that determines an encoding, 64 hexadecimal
         digits.
 
-        It covers the revision of the encoding code (`REVISION`), the kind of the pipeline, the
-        dtype, and the configuration and weight files of each text encoder. It is computed once, at
-        the first use, which reads files whose hashes are not in the cache yet and stores the hashes
-        there.
+        It covers the revision of the encoding code (`REVISION`), the name of the pipeline class
+        (`Pipeline.kind`), the dtype, and the configuration and weight files of each text encoder.
+        It is computed once, at the first use, which reads files whose hashes are not in the cache
+        yet and stores the hashes there.
 
         Raises:
             InputError: a file is missing or cannot be read.
@@ -248,8 +250,8 @@ class TextEncoders:
     def _compute(self, tokens: Tokens) -> Iterator[Encoding]:
         """Encodes prompts, `prompts_per_chunk` at a time, and yields their encodings one by one.
 
-        Loads the parameters if necessary. Every process must consume it to the end, with the same
-        tokens.
+        Loads the parameters if there is a prompt and they are not in memory. Every process must
+        consume it to the end, with the same tokens.
 
         Args:
             tokens: tokens of the prompts: arrays by name with one row per prompt. There may be no
@@ -259,7 +261,8 @@ class TextEncoders:
             The encoding of each prompt: arrays by name in host memory, without an axis of prompts.
 
         Raises:
-            InputError: a text encoder cannot be loaded, or the cache cannot be written.
+            InputError: a text encoder cannot be loaded, or the cache cannot be written, which is
+                checked before loading.
         """
         count = len(next(iter(tokens.values())))
         for start in range(0, count, self.prompts_per_chunk):
@@ -279,8 +282,8 @@ class TextEncoders:
 def encode_chunk(
     encoders: TextEncoders, params: dict[str, Params], tokens: TracedTokens
 ) -> Conditioning:
-    """Encodes one chunk of prompts, split over the devices of the mesh of `jax.set_mesh`, which
-    must be that of `encoders`. Compiled by jit.
+    """Encodes one chunk of prompts. The jitted program is partitioned by rows over the mesh of
+    `jax.set_mesh`, which must be that of `encoders`.
 
     Args:
         encoders: the text encoders, whose pipeline encodes. A static argument under jit.

@@ -91,9 +91,9 @@ class Gemma2Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported; `model_type` is another
-                one; or `quantization_config`, `use_bidirectional_attention` or a scaled rope is
-                set. The message names the field.
+            ValueError: a field has a type or value that is not supported; `model_type` is there but
+                not "gemma2"; or `quantization_config`, `use_bidirectional_attention` or a scaled
+                rope is set. The message names the field.
         """
         fields = with_rope_theta(cls.network, fields)
         if fields.get("layer_types") is None:

@@ -86,9 +86,9 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, `model_type` is another
-                one than "qwen2_5_vl", `quantization_config` is set, the attention of a layer is
-                sliding, or the rotary embedding is scaled. The message names the field.
+            ValueError: a field has a type or value that is not supported, `model_type` is there but
+                not "qwen2_5_vl", `quantization_config` is set, the attention of a layer is sliding,
+                or the rotary embedding is scaled. The message names the field.
         """
         text = fields.get("text_config") or {}
         if not isinstance(text, Mapping):
@@ -160,7 +160,8 @@ def locate_language_tensors(
     Returns:
         The first two arguments of `weights.load_tensors`: a list with one entry per parameter,
         which has the tensor names in the files ("model.language_model..." in transformers 5,
-        "model..." in 4); and a dictionary with the position of every tensor in the files, by name.
+        "model..." in 4); and a dictionary with the position of every tensor in the files by name,
+        ignored ones included.
 
     Raises:
         FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files

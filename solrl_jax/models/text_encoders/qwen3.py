@@ -82,9 +82,9 @@ class Qwen3Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, `model_type` is another
-                one, `quantization_config` is set, the attention of a layer is sliding, or the
-                rotary embedding is scaled. The message names the field.
+            ValueError: a field has a type or value that is not supported, `model_type` is there but
+                not "qwen3", `quantization_config` is set, the attention of a layer is sliding, or
+                the rotary embedding is scaled. The message names the field.
         """
         config = super().from_dict(with_rope_theta(cls.network, fields))
         require_full_attention(cls.network, fields, config.num_hidden_layers)
@@ -115,9 +115,9 @@ def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Comp
     Args:
         folder: the text encoder's folder, with the weights.
         config: configuration of the whole network.
-        states: indices of the hidden states that the network returns. State 0 is the embedded
-            tokens, and state i the output of layer i, counted from 1. The largest index is at least
-            1 and less than `config.num_hidden_layers`.
+        states: indices, 0 or more, of the hidden states that the network returns. State 0 is the
+            embedded tokens, and state i the output of layer i, counted from 1. The largest index is
+            at least 1 and less than `config.num_hidden_layers`.
 
     Returns:
         The network `Qwen3Model` without its parameters, which can be loaded from `folder`.

@@ -87,8 +87,8 @@ class T5Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, `model_type` is another
-                one, `quantization_config` is set, or `is_decoder` is there but not False,
+            ValueError: a field has a type or value that is not supported, `quantization_config` is
+                set; or `model_type` is there but not "t5" (UMT5: "umt5"), `is_decoder` not False,
                 `dense_act_fn` not "gelu_new", or `is_gated_act` not True. The message names the
                 field.
         """
@@ -126,8 +126,9 @@ class T5Config(ReleasedConfig):
 
 @dataclasses.dataclass(frozen=True)
 class UMT5Config(T5Config):
-    """The configuration of UMT5's encoder: the fields and checks of `T5Config`, with other defaults
-    and, in each layer, a table of position biases (`per_layer_bias`).
+    """The configuration of UMT5's encoder: the fields and checks of `T5Config`, with other
+    defaults, the `model_type` "umt5" and, in each layer, a table of position biases
+    (`per_layer_bias`).
     """
 
     network = "UMT5EncoderModel"
@@ -173,7 +174,8 @@ class T5EncoderModel(nnx.Module):
 
 
 class T5Stack(nnx.Module):
-    """The layers of the encoder and the last normalization, without the token embedding.
+    """The layers of the encoder and the last normalization, without the token embedding. For T5, it
+    also holds the table of position biases that all layers share.
 
     Args:
         config: configuration of the network: the number of layers, their widths and heads, and the
@@ -399,7 +401,7 @@ def relative_buckets(
 
     Args:
         length: number of positions.
-        count: number of buckets, 4 or more.
+        count: number of buckets, 4 or more. If it is odd, the last one is not used.
         max_distance: distance in tokens from which on all share the last bucket of their half; more
             than `count // 4`.
 

@@ -140,7 +140,7 @@ def tokenize(
 
     Args:
         folder: the tokenizer's folder. `load_tokenizer` loads it once per process.
-        texts: one or more texts. They may be empty.
+        texts: one or more texts. A text may be "".
         length: number of tokens per text, special tokens included, up to 4096.
         options: further keyword arguments for the transformers tokenizer, such as
             `padding_side="right"`, but not those on padding, truncation and lengths.

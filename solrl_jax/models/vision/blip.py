@@ -70,7 +70,7 @@ class ImageRewardConfig:
 
 class ImageReward(nnx.Module):
     """The ImageReward network: a vision transformer, a text encoder that attends to the image, and
-    a head that gives one number.
+    a head that maps the state of the first text token to one number.
 
     Args:
         config: The sizes of the network (`ImageRewardConfig`).
@@ -92,8 +92,8 @@ class ImageReward(nnx.Module):
     ) -> Float[Array, " b"]:
         """Returns the reward of each image for its prompt.
 
-        It is standardized: it has mean 0 and standard deviation 1 over ImageReward's training
-        images.
+        The head computes it from the state of the prompt's first token. It is standardized: it has
+        mean 0 and standard deviation 1 over ImageReward's training images.
 
         Args:
             pixels: Images of `image_size` by `image_size` pixels, normalized by mean and standard

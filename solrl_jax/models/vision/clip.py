@@ -198,7 +198,7 @@ class CLIPConfig(ReleasedConfig):
         Args:
             fields: The contents. The mappings "text_config" and "vision_config" hold the fields of
                 the towers; in the oldest files they are called "text_config_dict" and
-                "vision_config_dict". These take precedence.
+                "vision_config_dict". A mapping of the older name replaces the newer one as a whole.
 
         Returns:
             The configuration.
@@ -216,8 +216,8 @@ class CLIPConfig(ReleasedConfig):
 def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Returns the fields of one tower from the `config.json` of a whole CLIP.
 
-    They are under `name`, or in the oldest files under `name` followed by "_dict", which takes
-    precedence.
+    They are under `name`, or in the oldest files under `name` followed by "_dict". If that is there
+    and not None, `name` is ignored.
 
     Args:
         fields: Contents of the whole `config.json`.
@@ -235,7 +235,8 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 class CLIPModel(nnx.Module):
     """A whole CLIP: text tower, vision tower, and their projections to a shared space.
 
-    It is made for scoring: a gradient computes each attention once more (`attention_forward`).
+    It is made for scoring. Its attention (`attention_forward`) saves memory on GPUs, but a gradient
+    evaluates it a second time.
 
     The scalar parameter `logit_scale` is the logarithm of the factor by which cosines between texts
     and images are multiplied.

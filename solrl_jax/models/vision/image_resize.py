@@ -36,17 +36,18 @@ LOW_PART = 2**11  # a weight is split into a multiple of this and a remainder
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
     """Converts images [b, H, W, 3] in [0, 1] to the input of a vision tower: resized, cropped or
-    padded to a square, and normalized per channel.
+    padded to a square, and normalized per channel as for CLIP.
 
     Attributes:
         size: Height and width of the result in pixels.
         kernel: Resampling kernel, with antialiasing: "bilinear" or "bicubic".
-        eight_bit: Whether to work on 8-bit images, as Pillow does: values are rounded and clipped
-            to 8 bits before resizing and after each axis. Otherwise the result is that of PyTorch,
-            neither rounded nor clipped.
+        eight_bit: Whether to work on 8-bit images, as Pillow does: values, times 255, are rounded
+            to integers (half to even before resizing, half up after each axis) and clipped.
+            Otherwise the result is that of PyTorch, neither rounded nor clipped.
         fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
             center is kept. "pad": its longer edge is resized to `size`, and black is added on both
-            sides (of an odd number of pixels, one more at the right or bottom).
+            sides before the normalization (of an odd number of pixels, one more at the right or
+            bottom).
         crop_rounding: For "crop", how the position of the left or top edge is rounded if an odd
             number of pixels is cut off: "down" as in transformers, or "even" (half to even) as in
             torchvision.
@@ -62,7 +63,7 @@ class Preprocessing:
         """Resizes images, crops or pads them to a square, and normalizes them.
 
         Args:
-            images: RGB images in [0, 1], of any size and floating-point dtype.
+            images: Finite RGB images in [0, 1], of any size and floating-point dtype.
 
         Returns:
             The pixels, float32, minus the mean of CLIP's training images and divided by their
@@ -93,7 +94,7 @@ class Preprocessing:
         Returns:
             (height, width) in pixels. With `fit` "crop", the shorter edge is `size` and the longer
             one rounded down. With "pad", the longer edge is `size` and the shorter one rounded to
-            the nearest integer, at least 1.
+            the nearest integer (half to even), at least 1.
         """
         if self.fit == "pad":
             scale = self.size / max(height, width)
@@ -216,8 +217,9 @@ def _resample(x: Array, matrix: np.ndarray, axes: str) -> Array:
 def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
     """Resizes one axis of 8-bit images by a matrix, with exactly the result of Pillow.
 
-    Pillow sums integers that do not fit into float32. Here each weight is split into an upper and a
-    lower part, whose sums do. So the result has the same bits on every backend.
+    Pillow sums integers that float32 cannot represent exactly. Here each weight is split into an
+    upper and a lower part. The sum over each part is exact in float32, and both are added as int32
+    and rounded half up. So the result has the same bits on every backend.
 
     Args:
         x: Images in float32 with the values 0, 1, ..., 255.

@@ -66,9 +66,10 @@ def locate_open_clip_tensors(
         state: Abstract state of the `CLIPModel`.
 
     Returns:
-        A list with one entry per parameter, whose `layout` is "same" for the transposed matrices;
-        and a dictionary with the position of each tensor under its name in transformers. The
-        position of queries, keys or values is that of their third of a tensor.
+        A list with one entry per parameter; the matrices that OpenCLIP stores transposed have the
+        `layout` "same", because they have this package's order of axes, [in, out]; and a dictionary
+        with the position of each tensor under its name in transformers. The position of queries,
+        keys or values is that of their third of a tensor.
 
     Raises:
         ValueError: If the file is missing or cannot be read, or if tensors are missing, unexpected,

@@ -126,7 +126,7 @@ class WanPipeline(Pipeline):
                 patch.
             conditioning: a dictionary with "text" [b, l, d], hidden states of UMT5 with zeros on
                 padding, as returned by `encode_text`.
-            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            timestep: `1000 * sigma` of each latent [b], where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether the attention among the tokens of the clip is computed in FP8:
                 queries, keys, values and result are in E4M3. No gradient may be taken. Accelerators
@@ -161,8 +161,8 @@ class WanPipeline(Pipeline):
             instruction: ignored: Wan takes no instruction.
 
         Returns:
-            A dictionary with two arrays [prompts, max_tokens]: "ids", token numbers, int32, and
-            "mask", bool, true on tokens and false on padding.
+            A dictionary with two NumPy arrays [prompts, max_tokens]: "ids", token numbers, int32,
+            and "mask", bool, true on tokens and false on padding (on the right in released models).
 
         Raises:
             InputError: `max_tokens` is outside of these limits, or the tokenizer fails or has no
@@ -204,7 +204,8 @@ class WanPipeline(Pipeline):
 
 
 def _check_index(index: Path) -> bool:
-    """Reads and checks the fields of a `model_index.json` that Wan 2.1 leaves out.
+    """Reads `expand_timesteps` from a `model_index.json`, and checks that the model has a single
+    transformer.
 
     Args:
         index: the file.
@@ -216,8 +217,8 @@ def _check_index(index: Path) -> bool:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: the file cannot be read; the model has a second transformer for low noise
-            (`transformer_2` or `boundary_ratio`, Wan 2.2 A14B); or `expand_timesteps` is not a
-            bool. The message names the field.
+            (Wan 2.2 A14B), because `transformer_2` or `boundary_ratio` is there and not null; or
+            `expand_timesteps` is not a bool. The message names the field.
     """
     fields = read_json(index)
     one_transformer = "None: models with a second transformer for low noise are not supported"

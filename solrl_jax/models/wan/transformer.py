@@ -254,7 +254,8 @@ class PatchEmbedding(nnx.Module):
 
 
 class ConditionEmbedding(nnx.Module):
-    """The layers that embed the timestep (`condition`) and project the text (`text_embedder`).
+    """The layers that embed the timestep (`condition`) and project the text (`text_embedder`: a
+    linear layer, GELU and a linear layer).
 
     Args:
         d: number of features of a token of the network.
@@ -279,9 +280,9 @@ class ConditionEmbedding(nnx.Module):
                 the released code.
 
         Returns:
-            (embedding, vectors), both float32. The embedding [b, d] modulates the output of the
-            network. All blocks share the six vectors [b, 6, d]: shift, scale and gate of the
-            attention among the tokens, then of the MLP.
+            (embedding, vectors), both float32 after this rounding. The embedding [b, d] modulates
+            the output of the network. All blocks share the six vectors [b, 6, d]: shift, scale and
+            gate of the attention among the tokens, then of the MLP.
         """
         embedded = self.time_embedder(timestep, jnp.float32).astype(dtype)
         vectors = self.time_proj(jax.nn.silu(embedded)).astype(jnp.float32)
@@ -317,7 +318,8 @@ class WanBlock(nnx.Module):
         fp8_attention: bool = False,
     ) -> Float[Array, "b n d"]:
         """Applies attention among the tokens, attention to the text and an MLP, and adds the result
-        of each to the tokens. Modulation, gates and the sums that they enter are in float32.
+        of each to the tokens (that of the text without a gate). Modulation, `norm * (1 + scale) +
+        shift`, gates and the sums that they enter are in float32.
 
         Args:
             x: the tokens of the clip, frame by frame.
@@ -399,7 +401,8 @@ def rotary_table(frames: int, rows: int, columns: int, axes_dims: tuple[int, ...
     """Returns the cosines and sines of the rotary angles of the tokens of a clip, frame by frame
     and row by row.
 
-    The coordinates of a token are its frame, row and column, each counted from 0.
+    The coordinates of a token are its frame, row and column, each counted from 0. The base of the
+    frequencies is 10000 (`THETA`).
 
     Args:
         frames: number of latent frames.

@@ -119,7 +119,7 @@ class ZImagePipeline(Pipeline):
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: a dictionary with "text" [b, l, d], hidden states of Qwen3, and "mask" [b,
                 l], true on tokens and false on padding, as returned by `encode_text`.
-            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            timestep: `1000 * sigma` of each latent [b], where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked.
 
@@ -148,14 +148,14 @@ class ZImagePipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens per prompt, those of the chat template included, up to
-                `config.max_text_tokens` and 4096. Longer chats are cut, on the right in the
-                released models.
+            max_tokens: number of tokens per prompt, those of the chat template included, from 1
+                (not checked) up to `config.max_text_tokens` and 4096. Longer chats are cut, on the
+                right in the released models.
             instruction: ignored: Z-Image takes no instruction.
 
         Returns:
-            A dictionary with two arrays [prompts, max_tokens]: "ids", token numbers, int32, and
-            "mask", bool, true on tokens and false on padding.
+            A dictionary with two NumPy arrays [prompts, max_tokens]: "ids", token numbers, int32,
+            and "mask", bool, true on tokens and false on padding.
 
         Raises:
             InputError: `max_tokens` is out of range, or the tokenizer fails or has no usable chat

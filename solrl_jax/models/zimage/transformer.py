@@ -52,8 +52,9 @@ class ZImageConfig(ReleasedConfig):
             `n_layers`. As many others process the text alone.
         n_heads: number of attention heads.
         n_kv_heads: number of heads of keys and values. Must equal `n_heads`.
-        norm_eps: epsilon of the norms of the blocks and of the text.
-        qk_norm: whether each head of queries and keys is normalized.
+        norm_eps: epsilon of the norms of the blocks (except those of queries and keys) and of the
+            text.
+        qk_norm: whether each head of queries and keys is normalized (RMSNorm with epsilon 1e-5).
         cap_feat_dim: number of features of a text token, as the text encoder returns it.
         siglip_feat_dim: number of features of images in the prompt; only None (no such images) is
             supported.
@@ -193,9 +194,9 @@ class ZImageTransformer2DModel(nnx.Module):
         """Predicts the velocity `noise - x0` at `latent`.
 
         Timestep and sign are those of this package; the released network's (`t_scale * (1 - sigma)`
-        and `x0 - noise`) are converted here. As in the released network, image and text are padded
-        to multiples of 32 tokens with learned padding tokens, which are attended to. Other padding
-        of the text is not.
+        and `x0 - noise`) are converted here. As in the released network, the image and each
+        sample's text are padded to multiples of 32 tokens with learned padding tokens, which are
+        attended to. Further padding of the text is not.
 
         Args:
             latent: noisy latents. Height and width are even.
@@ -292,8 +293,8 @@ class ZImageTransformer2DModel(nnx.Module):
         return -unpatch(out, rows, columns, PATCH)
 
     def _condition(self, timestep: Float[Array, " b"]) -> Float[Array, "b time"]:
-        """Embeds the timestep: 256 sinusoids of `t_scale * (1 - sigma)`, then an MLP with SiLU, in
-        float32.
+        """Embeds the timestep: 256 sinusoids of `t_scale * (1 - sigma)`, then an MLP with SiLU and
+        1024 hidden features, in float32.
 
         Args:
             timestep: `1000 * sigma` of each sample.
@@ -331,8 +332,9 @@ class Block(nnx.Module):
 
     Args:
         config: configuration of the network (`ZImageConfig`).
-        modulated: whether the timestep modulates the block: it scales the norms before attention
-            and MLP, and multiplies their results by the tanh of a gate.
+        modulated: whether the timestep modulates the block: a linear layer maps it to scales and
+            gates. The norms before attention and MLP are multiplied by `1 + scale`, and those after
+            them by `tanh(gate)`.
         rngs: random number generators for the initial weights.
     """
 
@@ -356,7 +358,8 @@ class Block(nnx.Module):
         condition: Float[Array, "b time"] | None = None,
     ) -> Float[Array, "b s d"]:
         """Applies attention, then a gated MLP. Each reads a norm of its input; its normalized
-        result is added to the input.
+        result is added to the input. With `condition`, the norm before is multiplied by `1 +
+        scale`, and the normalized result by `tanh(gate)`.
 
         Args:
             x: the tokens.
@@ -364,8 +367,9 @@ class Block(nnx.Module):
                 [b or 1, s, head_dim / 2].
             key_lengths: the number of leading tokens that each sample attends to, at least 1; None:
                 all.
-            condition: the embedded timestep, in the dtype of `x`. None: no modulation, even if the
-                block is `modulated`. A block that is not `modulated` ignores it.
+            condition: the embedded timestep, in the dtype of `x`, which a linear layer (without
+                SiLU before it) maps to scales and gates. None: no modulation, even if the block is
+                `modulated`. A block that is not `modulated` ignores it.
 
         Returns:
             The tokens after the block, of the shape and dtype of `x`.
@@ -384,8 +388,8 @@ class Block(nnx.Module):
 
 
 class FinalLayer(nnx.Module):
-    """The output layer: a layer norm without weights, scaled by the timestep, and a linear layer to
-    the features of a patch.
+    """The output layer: a layer norm without weights (epsilon 1e-6), scaled by the timestep, and a
+    linear layer to the features of a patch.
 
     Args:
         d: number of features of the tokens.

@@ -45,9 +45,10 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
 class Cache:
     """The scores of a judge on disk: one SQLite file in a directory, from request keys to scores.
 
-    It is opened with the directory, which is created if missing. Several processes may use the
-    same file at once. Entries are never removed, and there is no limit on their number. An object
-    may only be used in the thread that created it; calls in others raise ScoringFailure.
+    `Cache(folder)` opens the file `scores.sqlite` in the directory, creates both if missing, and
+    raises ScoringFailure if it cannot. Several processes may use the same file at once. Entries are
+    never removed, and there is no limit on their number. An object may only be used in the thread
+    that created it; calls in others raise ScoringFailure.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -57,6 +57,9 @@ def find_key(settings: JudgeSettings) -> str:
 class Answer:
     """The parsed answer to one request (a chat completion).
 
+    `Answer(body)` parses bytes of JSON, and also counts the tokens (`rewards.usage`). It raises
+    ScoringFailure if the bytes are no chat completion.
+
     Attributes:
         text: The text of the first choice; "" if it is null.
         tokens: A list of pairs (token, natural logarithm of its probability): the candidates for
@@ -109,9 +112,10 @@ class Answer:
 class Client:
     """The connection of a process to an OpenAI-compatible endpoint.
 
-    `ask` sends one request: the message it is given, with the model, the seed and `extra` of the
-    judge's options and the temperature 0. All requests must run in one event loop. Idle connections
-    stay open for further requests until `close`.
+    The constructor gets the judge's options and the most requests at once. `ask` sends one request
+    (the message it is given, with the model, the seed and `extra` of the options and the
+    temperature 0) and returns its `Answer`. All requests must run in one event loop. Idle
+    connections stay open for further requests until `close`.
     """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
@@ -241,8 +245,8 @@ class _BoundedStream(httpx2.AsyncByteStream):
     """The body of an answer, read as it arrives, that is given up after 2**20 bytes
     (`MAX_ANSWER_BYTES`).
 
-    Iterating over it yields the parts of the body. It raises `ScoringFailure` instead of yielding
-    the part that exceeds the limit.
+    Iterating over it yields the parts of the body as the server sent them (compressed bodies are
+    refused before). It raises `ScoringFailure` instead of yielding the part that exceeds the limit.
     """
 
     def __init__(self, stream: Any) -> None:

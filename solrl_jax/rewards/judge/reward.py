@@ -211,11 +211,12 @@ class Service:
     def score_all(
         self, sent: Sequence[tuple[_EncodedImage, ...] | None], prompts: Sequence[str]
     ) -> Scores:
-        """Scores images or pairs of images. Returns when every request has a score or has failed.
+        """Scores images or pairs of images, from the cache or else by requests.
 
-        Requests without an answer fail when 9/10 (`REQUEST_TIME_FRACTION`) of the seconds that are
-        left to this call (`seconds_left`) have passed. Also counts the failed rows as "failures"
-        (`rewards.usage`).
+        Equal rows share one request, new scores are stored in the cache, and it returns when every
+        request has a score or has failed. Requests without an answer fail when 9/10
+        (`REQUEST_TIME_FRACTION`) of the seconds that are left to this call (`seconds_left`) have
+        passed. Also counts the failed rows as "failures" (`rewards.usage`).
 
         Args:
             sent: For each row a tuple of one image, or of two if the judge compares; None for a row
@@ -263,8 +264,7 @@ class Service:
 
         Returns:
             For each row, in order: its scores by name, the ScoringFailure of its request, or None
-                if it is
-            None in `sent`. Equal rows share one object.
+            if it is None in `sent`. Equal rows share one object.
 
         Raises:
             ValueError: If `sent` and `prompts` differ in length.
@@ -330,8 +330,8 @@ class Service:
         """Returns the content of the user's message: the images, then the question as text.
 
         Args:
-            images: The images as parts of a message (`_EncodedImage.part`): one; two, each preceded
-                by the text "Image A:" or "Image B:"; or none.
+            images: The images as parts of a message (`_EncodedImage.part`): one; two, before which
+                the texts "Image A:" and "Image B:" are put here; or none.
             prompt: The prompt of the image, which replaces each {prompt} in the question.
 
         Returns:

@@ -42,10 +42,10 @@ def continued_steps(
 ) -> int:
     """Returns the number of steps that regeneration takes over from exploration.
 
-    That is `explore.exact_steps` where these steps have the sigmas of the regeneration: with
-    `explore.sigmas="first"` if at most half of the exploring steps are exact, and with as many
-    exploring steps as there are in the regeneration. Everything is regenerated from noise, which
-    is 0, in these cases:
+    That is `explore.exact_steps` if these steps have the sigmas of the regeneration. They do if
+    exploration has as many steps as the regeneration, or if `explore.sigmas` is "first" and at most
+    half of the exploring steps are exact. The result is 0, that is, everything is regenerated from
+    noise, in each of these cases:
 
     * `regenerate` is False, or `explore.exact_steps` is 0.
     * The exploration format quantizes nothing. Its exploration is not divided into segments.
@@ -54,7 +54,7 @@ def continued_steps(
       steps too.
     * `solver` is "dpm2" and there are several exact steps. Its steps also use the prediction before
       them, except the first two: from sigma 1 no slope can be extrapolated.
-    * A state before the end of these steps may be recorded (`query_steps`).
+    * `query_steps` begins before the end of these steps, so that a state in them may be recorded.
 
     Args:
         rollout: The configuration of the rollout.

@@ -88,9 +88,9 @@ class Explorer:
 
         Args:
             steps: The number of solver steps, at least 1.
-            noise_start: The first step of the full schedule, counted from 0, of the
-                `rollout.sde_window_size` (None: all) that add noise, if `rollout.noise_level` is
-                above 0.
+            noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
+                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
+                (counted from 0) on; without a window size, at all from there on.
 
         Returns:
             A schedule of that many steps; equal arguments give the same object. With
@@ -206,9 +206,9 @@ class Explorer:
                 one.
             setting: Its `precision` and `steps` are the format and the number of solver steps. Its
                 `option_set` is ignored: the options are those of this explorer.
-            noise_start: The first step of the full schedule, counted from 0, of the
-                `rollout.sde_window_size` (None: all) that add noise, if `rollout.noise_level` is
-                above 0.
+            noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
+                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
+                (counted from 0) on; without a window size, at all from there on.
 
         Returns:
             A sampler named "explore" with this policy and its schedule. Decoder, latent shape and

@@ -68,14 +68,14 @@ def next_setting(history: Sequence[tuple[int, float]], floor: float, last: int) 
     * If the median of the last 3 correlations with the present setting is below `floor`, the index
       rises by one, up to `last`.
     * If that median is at least `floor` and the present setting has had 10 correlations, the index
-      (above 0) falls by one, as a trial. If it then has to rise again, that trial has failed, and
-      the next one comes after 20 correlations, then 40, and so on.
+      (above 0) falls by one, as a trial. A rise from the setting of the last trial, however late,
+      doubles the number 10 to 20, then 40, and so on; a rise from any other setting resets it.
 
     Args:
         history: For each iteration so far, from the first: the index of the setting that it
-            explored with (followed even where the rules give another one), and the Spearman
-            correlation of proxy and regenerated rewards that it reported. Non-finite correlations
-            are left out.
+            explored with, which replaces that of the rules where they differ, and the Spearman
+            correlation of proxy and regenerated rewards that it reported. Of an iteration whose
+            correlation is not finite, only the index counts.
         floor: The smallest acceptable correlation, `rollout.explore.min_rank_correlation`.
         last: The index of the most faithful setting, the largest result.
 

@@ -128,7 +128,8 @@ class ExplorationOption(abc.ABC):
             schedule: The schedule as the options before this one have left it.
 
         Returns:
-            A schedule with as many steps. By default `schedule` itself.
+            A schedule with as many steps, or the full schedule if that has fewer. By default
+            `schedule` itself.
         """
         return schedule
 

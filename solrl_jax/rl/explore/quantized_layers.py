@@ -105,7 +105,8 @@ def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
 
     Returns:
         By path, sorted: "skip NAME" with the first name that is in the path; "min_dim WIDTH" with
-        the largest width that is kept; or "" for a layer that is not kept.
+        `min_width_ratio` times the width of the network, such as "min_dim 998.4"; or "" for a
+        layer that is not kept.
 
     Raises:
         ValueError: If a name or an expression of the rules matches no linear layer, or there is
@@ -278,7 +279,7 @@ def totals(layers: Sequence[LinearLayer]) -> dict[str, int]:
 
 
 def table(layers: Sequence[LinearLayer], form: Format) -> str:
-    """Formats a report for a terminal: one line per parameter, then the totals.
+    """Formats a report for a terminal: one line per parameter, then one line of totals.
 
     Args:
         layers: The entries of `report`, at least one, with or without errors.
@@ -383,7 +384,8 @@ def _change(before: int, after: int) -> str:
 
 
 def _megabytes(size: int) -> str:
-    """Formats a size in MB (10^6 bytes) with three decimals, padded on the left to 13 characters.
+    """Formats a size in MB (10^6 bytes) with three decimals, such as "     1.000 MB", padded on the
+    left to 13 characters in all.
 
     Args:
         size: The size in bytes.

@@ -36,9 +36,9 @@ def dpo(
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the preference
-        term), "loss/kl" (the distance to the reference, without its weight), "loss/drift" (mean((v
-        - v_old)^2), which is not trained on) and "preferred" (1 if d_better < d_worse, else 0).
-        Both samples of a pair have the same preference term and "preferred".
+        term), "loss/kl" (the distance to the reference, without its weight, also if that is 0),
+        "loss/drift" (mean((v - v_old)^2), which is not trained on) and "preferred" (1 if d_better <
+        d_worse, else 0). Both samples of a pair have the same preference term and "preferred".
     """
     v = velocities.trained
     v_ref = jax.lax.stop_gradient(velocities.reference)

@@ -49,10 +49,10 @@ def grpo_guard(
             of the distance to the reference.
 
     Returns:
-        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs from 1 by more than c, else 0),
-        "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0,
-        "loss/kl" (the second term without `kl_coef`).
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the first term,
+        with the division by `length`), "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs
+        from 1 by more than c, else 0), "loss/drift" (mean((v - v_old)^2), which is not trained on)
+        and, unless `kl_coef` is 0, "loss/kl" (the second term without `kl_coef`).
 
     Raises:
         AssertionError: If the target has no recorded step.

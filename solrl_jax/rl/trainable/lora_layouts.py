@@ -270,8 +270,9 @@ def _without_prefix(name: str) -> str:
         name: The name in a file, without the ending of the tensor.
 
     Returns:
-        The name after "transformer.", "base_model.model." or "diffusion_model.". Names without
-        these are returned as they are. kohya's "lora_unet_" is not removed.
+        The name after "transformer.", "base_model.model." or "diffusion_model.", of which only one
+        is removed. Names without these are returned as they are. kohya's "lora_unet_" is not
+        removed.
     """
     for prefix in PREFIXES:
         if prefix != KOHYA and name.startswith(prefix):

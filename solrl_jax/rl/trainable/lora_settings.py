@@ -97,8 +97,8 @@ def read_config(
         metadata: The text entries of its header, of which diffusers' is `lora_adapter_metadata`.
 
     Returns:
-        The fields by name, without the prefix "transformer." of diffusers; None if the file has no
-        such configuration.
+        The fields by name, such as "r", without the "transformer." that diffusers puts before each;
+        None if the file has no such configuration.
 
     Raises:
         InputError: If it is not a JSON object; if it is not of plain LoRA (another `peft_type`,
@@ -209,9 +209,9 @@ def layer_alpha(
         The alpha.
 
     Raises:
-        InputError: If the alpha of the key differs from the configured one, the alpha is not finite
-            and above 0, or there is a configuration whose rank (`r` or `rank_pattern`) is missing
-            or is not `rank`.
+        InputError: If the alpha of the key differs from the configured one (with its factor
+            sqrt(rank), if any), the alpha is not finite and above 0, or there is a configuration
+            whose rank (`r` or `rank_pattern`) is missing or is not `rank`.
     """
     configured = None
     if config is not None:

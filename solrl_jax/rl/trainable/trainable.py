@@ -271,7 +271,7 @@ def flatten(params: Params) -> dict[str, Any]:
         params: Nested dicts. Leaves are not copied and may be of any kind.
 
     Returns:
-        The leaves in the order of the tree, by their keys joined by "/".
+        The leaves in the order of the dicts' entries, by their keys joined by "/".
     """
     return {"/".join(map(str, path)): leaf for path, leaf in flatten_dict(params).items()}
 

@@ -297,9 +297,10 @@ def principal_inputs(
     """Measures the principal directions of the inputs of linear layers, those with the largest sum
     of squares (the largest eigenvectors of X^T X, not centered).
 
-    Encodes the calibration prompts, samples from the base, noises the samples to each sigma of the
-    schedule, and finds the directions of all layers' inputs X by three passes of orthogonal
-    iteration, for which the network is differentiated. Every process of a run must call it.
+    Encodes the calibration prompts, samples from the base, noises the samples to the sigma at which
+    each step of the schedule starts, and finds the directions of all layers' inputs X by three
+    passes of orthogonal iteration, for which the network is differentiated. Every process of a run
+    must call it.
 
     Args:
         calibration: The base and the samples to measure on.
@@ -307,7 +308,7 @@ def principal_inputs(
             `transformer_blocks/attn2/to_k/kernel`.
         rank: The number of directions, at least 1. A layer with fewer inputs has as many directions
             as inputs.
-        schedule: The base is sampled on it, and inputs at all of its sigmas are measured.
+        schedule: The base is sampled on it, and inputs at the start of each step are measured.
 
     Returns:
         By path, the directions as orthonormal columns [in, rank] (for a stack of layers [layers,
@@ -403,21 +404,22 @@ def input_moments(
     clean: SeedBatch,
     schedule: Schedule,
 ) -> Bases:
-    """Computes `X^T X U` for each linear layer, where X are its inputs for all samples at all
-    sigmas of a schedule.
+    """Computes `X^T X U` for each linear layer, where X are its inputs for all samples at the start
+    of each step of a schedule.
 
-    Each sample is noised to each sigma, with noise from its seed (stream "calibration"). The
-    network is differentiated with `Probe` leaves as weights, whose gradient is `X^T X U`. The mesh
-    of the backbone must be the ambient one.
+    Each sample is noised to the sigma there, with noise from its seed that differs between steps
+    (stream "calibration"). The network, without classifier-free guidance, is differentiated with
+    `Probe` leaves as weights, whose gradient is `X^T X U`. The mesh of the backbone must be the
+    ambient one.
 
     Args:
         backbone: The networks; static.
         batch_size: How many samples go through the network at once. It divides their number;
             static.
         base: The parameters of the transformer.
-        conditioning: The prompt embeddings, one row per prompt.
+        conditioning: The prompt embeddings, one row per prompt, without the negative prompt.
         bases: By path, the directions U of each linear layer [..., in, r], float32.
-        clean: The samples: prompt and seed of each, and its clean latents in the field `noise`.
+        clean: The samples. The field `noise` holds their clean latents, not noise.
         schedule: The sigmas to which the samples are noised, with the timesteps that the network is
             given there.
 

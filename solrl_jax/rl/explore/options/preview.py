@@ -94,7 +94,7 @@ def first_sigmas(
     full: Float[np.ndarray, " full_plus_one"], steps: int
 ) -> Float[np.ndarray, " steps_plus_one"]:
     """Selects sigmas of a full schedule: half of them from its start, the others evenly spaced
-    among the indices of the rest.
+    among the indices of the rest, rounded to the nearest index.
 
     Args:
         full: The sigmas of the full schedule, including the final 0.
@@ -123,9 +123,9 @@ def fitted_table(
 ) -> Float[np.ndarray, "preview_steps 5"]:
     """Fits solver coefficients with which samples on few sigmas follow samples on all of them.
 
-    The first steps keep their coefficients, as long as both schedules take them. Each later step is
-    fitted, after the steps before it, to the latents that the full schedule reaches at the same
-    sigma:
+    The first steps keep their coefficients while they start and end at the same sigmas on both
+    schedules. Each later step is fitted, after the steps before it, to the latents that the full
+    schedule reaches at the same sigma:
 
         min sum (a x + b x0[i] + c x0[i - 1] + d x0[i - 2] - x_full(sigma_next))^2
 
@@ -185,7 +185,7 @@ def _step(row: Float[np.ndarray, " 5"], x: Latents, history: Sequence[Latents]) 
     Args:
         row: The coefficients (a, b, c, d, e) of the step; e is not read.
         x: The latents before the step.
-        history: The last three data predictions, the newest first.
+        history: The last three data predictions, the newest first; zeros where there are fewer.
 
     Returns:
         The latents after the step: `a x + b history[0] + c history[1] + d history[2]`.
