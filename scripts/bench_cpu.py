@@ -85,7 +85,7 @@ def counted(config: Config) -> dict[str, int]:
             )
     scored = sum(map(count, planned.programs("score", codes)))
     for phase, chunks in zip(
-        ("explore", "regenerate"), planned.chunks(planned.rows_mesh.size), strict=True
+        ("explore", "regenerate"), planned.num_batches(planned.rows_mesh.size), strict=True
     ):
         counts[phase] += scored * chunks
     return dict(counts)

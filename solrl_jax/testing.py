@@ -83,7 +83,7 @@ def assert_ranking_preserved(
         _check(tau >= kendall, "Kendall {} is below {}", tau, kendall)
     if top_k is not None:
         match = 1.0 if match is None else match
-        count = _within(top_k, within, proxy)
+        count = _check_within(top_k, within, proxy)
         share = _mean(lambda x, y: overlap(x, y, top_k, count), proxy, true)
         _check(share >= match, "Top-k match {} is below {}", share, match)
 
@@ -114,7 +114,7 @@ def assert_top_k_regret(
             <= within <= candidates.
     """
     proxy, true = _pools(proxy, true)
-    count = _within(top_k, within, proxy)
+    count = _check_within(top_k, within, proxy)
     mean_regret = _mean(lambda x, y: regret(x, y, top_k, count), proxy, true)
     _check(mean_regret <= bound, "Top-k regret {} is above {}", mean_regret, bound)
 
@@ -237,7 +237,7 @@ def _pools(proxy: Values, true: Values) -> tuple[Rewards, Rewards]:
     return proxy, true
 
 
-def _within(top_k: int, within: int | None, proxy: Rewards) -> int:
+def _check_within(top_k: int, within: int | None, proxy: Rewards) -> int:
     """Returns `within`, or its default `top_k` if it is None, and checks both.
 
     Args:

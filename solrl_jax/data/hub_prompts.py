@@ -159,7 +159,7 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     if declared:
         matches = {}
         for split, patterns in declared.items():
-            expressions = [_compile(pattern) for pattern in patterns]
+            expressions = [_compile_glob(pattern) for pattern in patterns]
             matches[split] = sorted(f for f in data if any(e.match(f) for e in expressions))
         return {split: paths for split, paths in matches.items() if paths}
     counts = Counter(PurePosixPath(file).suffix.lower() for file in data)
@@ -174,7 +174,7 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     return named or {"train": by_split[None]}
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
+def _compile_glob(pattern: str) -> re.Pattern[str]:
     """Translates a glob pattern of a data set's card to a regular expression.
 
     The rules are those of the hub's client: "*", "?" and "[...]" do not match a "/". The part "**"

@@ -126,7 +126,7 @@ def read_scheduler(
     match kind:
         case "FlowMatchEulerDiscreteScheduler":
             _check_settings(kind, config, EULER if mu is not None else EULER | FLUX_MU)
-            shift = _positive(kind, config, "shift")
+            shift = _read_shift(kind, config, "shift")
             terminal = config.get("shift_terminal")
             if terminal is not None and (
                 type(terminal) not in (int, float) or not 0 <= terminal < 1
@@ -155,7 +155,7 @@ def read_scheduler(
                 raise ValueError(f"{kind}: solver_order={order}; must be one of 1, 2")
             # The schedule would end at the lowest of the thousand training sigmas. Sampling leaves
             # that one out and goes on to 0 from the sigma before it.
-            shift = _positive(kind, config, "flow_shift")
+            shift = _read_shift(kind, config, "flow_shift")
             shifted = shift_sigmas(1 - np.linspace(1, 1 / 1000, steps + 1), shift)[::-1]
             sigmas = np.append(shifted[:-1], 0.0)
             # This scheduler casts its timesteps to integers.
@@ -163,7 +163,7 @@ def read_scheduler(
             return sigmas, timesteps, solver_table("dpm2" if order == 2 else "dpm1", sigmas)
         case "UniPCMultistepScheduler":
             _check_settings(kind, config, UNIPC)
-            shift = _positive(kind, config, "flow_shift")
+            shift = _read_shift(kind, config, "flow_shift")
             shifted = shift_sigmas(np.linspace(1, 1 / 1000, steps + 1)[:-1], shift)
             shifted[0] = NEARLY_ONE
             timesteps = np.trunc(1000 * shifted)
@@ -176,7 +176,7 @@ def read_scheduler(
     )
 
 
-def _positive(kind: str, config: dict[str, Any], name: str) -> float:
+def _read_shift(kind: str, config: dict[str, Any], name: str) -> float:
     """Returns a positive setting of a scheduler, as the int or float that the file has.
 
     Args:

@@ -42,10 +42,10 @@ class Pipeline(abc.ABC):
             without a mask.
         accepts_instruction: whether `tokenize` accepts an instruction: a text for the language
             model before each prompt.
-        linear_sigmas: which noise levels the released Euler scheduler shifts for n steps: True for
-            `linspace(1, 1/n, n)`, as in diffusers' pipeline of this model; False for those that the
-            scheduler makes itself. Only generation from a model directory uses that scheduler; runs
-            have `rollout.schedule` instead.
+        pipeline_sigmas: which noise levels the released Euler scheduler shifts for n steps: True
+            for `linspace(1, 1/n, n)`, as in diffusers' pipeline of this model; False for those that
+            the scheduler makes itself. Only generation from a model directory uses that scheduler;
+            runs have `rollout.schedule` instead.
         folder: the directory that the pipeline was opened from.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
@@ -79,7 +79,7 @@ class Pipeline(abc.ABC):
     kind: ClassVar[str]
     attends_in_fp8: ClassVar[bool] = False
     accepts_instruction: ClassVar[bool] = False
-    linear_sigmas: ClassVar[bool] = False
+    pipeline_sigmas: ClassVar[bool] = False
 
     folder: Path
     gradient_checkpointing: str

@@ -145,12 +145,14 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
         raise InputError(f"coordinator={coordinator}: expected HOST:PORT")
     end = time.monotonic() + START
     server = (address.strip("[]"), int(port))  # an IPv6 address is written in brackets
-    problem = _call(mine, server, end) if mine else _listen(count, int(port), end)
+    problem = (
+        _report_to_first(mine, server, end) if mine else _collect_reports(count, int(port), end)
+    )
     if problem:
         raise RunError(f"hosts={count}, coordinator={coordinator}: {problem}")
 
 
-def _listen(count: int, port: int, end: float) -> str:
+def _collect_reports(count: int, port: int, end: float) -> str:
     """Waits for all other processes to connect, and sends them the outcome. This is the first
     process's part of `roll_call`.
 
@@ -207,7 +209,7 @@ def _listen(count: int, port: int, end: float) -> str:
     return problem
 
 
-def _call(mine: int, address: tuple[str, int], end: float) -> str:
+def _report_to_first(mine: int, address: tuple[str, int], end: float) -> str:
     """Connects to the first process, and waits for the outcome. This is the part of `roll_call` of
     all processes but the first.
 

@@ -57,7 +57,7 @@ def add(total: Sum, tree: Any) -> Sum:
         The new sum.
     """
     rounded = jax.tree.map(jnp.add, total.rounded, tree)
-    lost = jax.tree.map(_lost, total.rounded, tree, rounded)
+    lost = jax.tree.map(_rounding_error, total.rounded, tree, rounded)
     return Sum(rounded, jax.tree.map(jnp.add, total.rounding_error, lost))
 
 
@@ -98,7 +98,7 @@ def join(parts: Sum) -> Sum:
     return jax.lax.scan(one, zero(jax.tree.map(lambda x: x[0], parts.rounded)), parts)[0]
 
 
-def _lost(a: jax.Array, b: jax.Array, rounded: jax.Array) -> jax.Array:
+def _rounding_error(a: jax.Array, b: jax.Array, rounded: jax.Array) -> jax.Array:
     """Returns the rounding error of an addition exactly: `a + b - rounded`.
 
     Args:

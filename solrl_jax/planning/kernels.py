@@ -15,7 +15,7 @@ from typing import Literal
 from solrl_jax.planning.hlo import Instruction, Module, ResultArray
 
 # Instructions that only name data, and run no kernel.
-FREE = {
+NO_WORK_OPCODES = {
     "parameter",
     "constant",
     "tuple",
@@ -99,7 +99,7 @@ def kernels(module: Module) -> list[Kernel]:
     steps = [
         (step, times)
         for step, times in module.executed()
-        if step.opcode not in FREE and collective(step.opcode) is None
+        if step.opcode not in NO_WORK_OPCODES and collective(step.opcode) is None
     ]
     return [
         _kernel(step, times, memory) for step, times in steps if not step.opcode.endswith("-done")

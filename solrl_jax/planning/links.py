@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from solrl_jax.planning.hlo import Instruction, Module
-from solrl_jax.planning.kernels import FREE, collective
+from solrl_jax.planning.kernels import NO_WORK_OPCODES, collective
 
 _MESH = re.compile(
     r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}"  # noqa: E501
@@ -117,7 +117,7 @@ def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
         elif step.opcode.endswith("-done"):
             if ran > before[step.operands[0]]:
                 yield step.operands[0]
-        elif step.opcode not in FREE:
+        elif step.opcode not in NO_WORK_OPCODES:
             ran += 1
 
 

@@ -157,7 +157,7 @@ class Phases:
             self.experiment.query_steps,
         )
 
-    def chunks(self, groups: int) -> tuple[int, int]:
+    def num_batches(self, groups: int) -> tuple[int, int]:
         """Returns how many batches of samples one iteration explores and regenerates.
 
         Args:
@@ -190,7 +190,7 @@ class Phases:
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout
-        explore_calls, regenerate_calls = self.chunks(row_groups(self.mesh))
+        explore_calls, regenerate_calls = self.num_batches(row_groups(self.mesh))
         match phase:
             case "encode":
                 return [self._encode()]
@@ -220,7 +220,7 @@ class Phases:
                     )
                 ]
             case "score":
-                return self._score(sum(self.chunks(self.mesh.size)))
+                return self._score(sum(self.num_batches(self.mesh.size)))
             case "targets":
                 return [self._reward_gradient()]
             case "evaluate":  # no part of an iteration: called no time in it

@@ -457,12 +457,12 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
         (phase["programs"][0] for phase in phases if phase["name"] == "regenerate"), None
     )
     if regeneration is not None:
-        sampled_batches, _ = planner.phases.chunks(row_groups(planner.phases.mesh))
+        sampled_batches, _ = planner.phases.num_batches(row_groups(planner.phases.mesh))
         # It regenerates nothing, so its candidates take all steps.
         steps = planner.config.rollout.num_steps
         all_steps = steps / (steps - planner.phases.continued)
         naive = sampled_batches * regeneration["roofline"]["seconds"] * all_steps
-        explored_batches, regenerated_batches = planner.phases.chunks(planner.phases.mesh.size)
+        explored_batches, regenerated_batches = planner.phases.num_batches(planner.phases.mesh.size)
         score = seconds["score"] * explored_batches / (explored_batches + regenerated_batches)
         iteration = figures["seconds"] - rollout - seconds["score"] + naive + score
         figures["naive_scaling"] = {"seconds": iteration, "rollout": naive}

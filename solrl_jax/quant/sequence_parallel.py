@@ -183,7 +183,7 @@ def tokens_to_pairs(x: Float[Array, "pairs n ..."]) -> Float[Array, "own tokens 
         number of pairs is not a multiple of the number of devices, the first pairs are repeated at
         the end.
     """
-    return jax.lax.all_to_all(_repeat(x), SEQUENCE, split_axis=0, concat_axis=1, tiled=True)
+    return jax.lax.all_to_all(_pad_pairs(x), SEQUENCE, split_axis=0, concat_axis=1, tiled=True)
 
 
 def pairs_to_tokens(x: Float[Array, "own tokens ..."], pairs: int) -> Float[Array, "{pairs} n ..."]:
@@ -208,7 +208,7 @@ def select_own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
     Returns:
         The entries of the pairs of this device, repeated ones included.
     """
-    x = _repeat(x)
+    x = _pad_pairs(x)
     count = len(x) // axis_size(SEQUENCE)
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(SEQUENCE) * count, count)
 
@@ -231,7 +231,7 @@ def gather_on_first(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pa
     return jnp.where(jax.lax.axis_index(SEQUENCE) == 0, gathered, jnp.zeros_like(gathered))
 
 
-def _repeat(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "padded ..."]:
+def _pad_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "padded ..."]:
     """Repeats entries from the first on, cyclically, until their number is a multiple of the
     devices.
 

@@ -20,7 +20,7 @@ from solrl_jax.data.prompts import Prompt
 from solrl_jax.parallel import hosts
 from solrl_jax.rewards.frames import mean_over_frames, sample_frames_on_mesh
 from solrl_jax.rewards.groups import group_slices
-from solrl_jax.rewards.host import RewardError, Scoring, scoring
+from solrl_jax.rewards.host import HostScoring, RewardError, open_scoring
 from solrl_jax.rewards.protocol import HostRewards
 
 Scores = dict[str, Float[np.ndarray, " n"]]
@@ -41,7 +41,7 @@ class Share:
             the devices of other processes, so every chunk must be gathered from all hosts first.
     """
 
-    scoring: Scoring
+    scoring: HostScoring
     rows: list[int]
     gathers: bool
 
@@ -116,8 +116,8 @@ class DividedScoring:
               2. The number of images that each reward could not score, by the name of the reward;
                  0 for one that scored all.
               3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}, and
-                 the seconds that each host waited, as "REWARD/seconds_waited" (`Scoring.usage`);
-                 all are sums over the hosts.
+                 the seconds that each host waited, as "REWARD/seconds_waited"
+                 (`HostScoring.usage`); all are sums over the hosts.
 
         Raises:
             RewardError: On every host, if on any host a call failed and `HostRewards.skip` is
@@ -296,11 +296,11 @@ def divided_scoring(
     shares = []
     with contextlib.ExitStack() as stack:
         if jax.process_count() == 1 or not in_groups:
-            local = scoring(host, [prompts[row] for row in rows])
+            local = open_scoring(host, [prompts[row] for row in rows])
             shares.append(Share(stack.enter_context(local), rows, gathers=False))
         else:
             if alone:
-                local = scoring(
+                local = open_scoring(
                     dataclasses.replace(host, rewards=alone), [prompts[row] for row in rows]
                 )
                 shares.append(Share(stack.enter_context(local), rows, gathers=False))
@@ -308,7 +308,7 @@ def divided_scoring(
             groups = group_slices(prompts, host.group_size)
             groups = groups[jax.process_index() :: jax.process_count()]
             group_rows = [row for group in groups for row in range(group.start, group.stop)]
-            local = scoring(
+            local = open_scoring(
                 dataclasses.replace(host, rewards=in_groups),
                 [prompts[row] for row in group_rows],
                 _renumber(groups),

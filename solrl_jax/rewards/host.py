@@ -54,8 +54,8 @@ Scores = dict[str, Float[np.ndarray, " n"]]
 class RewardError(RunError):
     """A reward outside JAX failed, and the run stops.
 
-    `Scoring` raises it in the process of the run (with several hosts, `DividedScoring.finish` on
-    all of them). The message is one line with the name of the reward, the reason and a prompt of
+    `HostScoring` raises it in the process of the run (with several hosts, `DividedScoring.finish`
+    on all of them). The message is one line with the name of the reward, the reason and a prompt of
     the failed call.
     """
 
@@ -94,7 +94,7 @@ class CallResult:
             has no scores.
         problem: Why the call failed, or why it has no score for some images, in one line. None
             after a call that succeeded.
-        usage: What the function counted with `rewards.usage.count`: sums by the name of the
+        usage: What the function counted with `rewards.usage.add_count`: sums by the name of the
             counter, e.g. {"requests": 3.0}. Empty if nothing was counted.
     """
 
@@ -267,7 +267,7 @@ def shared_workers(count: int, timeout: float) -> Workers:
     return Workers(count, timeout)
 
 
-class Scoring:
+class HostScoring:
     """Scores a series of images with the rewards outside JAX, while the caller makes more images.
 
     `add` passes images on in order, one chunk at a time, and `finish`, called once after the last
@@ -281,9 +281,9 @@ class Scoring:
         failed: By the name of every reward, the number of images that have no score so far because
             their call failed; 0 for one without failures. It stays 0 where a failed call ends the
             run.
-        usage: Sums of the counters that the functions increased so far (`rewards.usage.count`), as
-            "REWARD/COUNTER", e.g. {"judge/requests": 24.0}. A reward that counts something also has
-            "REWARD/seconds_waited", the seconds that the run waited for its scores.
+        usage: Sums of the counters that the functions increased so far (`rewards.usage.add_count`),
+            as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}. A reward that counts something also
+            has "REWARD/seconds_waited", the seconds that the run waited for its scores.
     """
 
     def __init__(
@@ -506,10 +506,10 @@ class Scoring:
 
 
 @contextlib.contextmanager
-def scoring(
+def open_scoring(
     host: HostRewards, prompts: Sequence[Prompt], groups: Sequence[slice] | None = None
-) -> Iterator[Scoring]:
-    """A context manager that yields a `Scoring` for one series of images.
+) -> Iterator[HostScoring]:
+    """A context manager that yields a `HostScoring` for one series of images.
 
     If the body raises, the worker processes end and their calls are dropped. Otherwise the
     processes stay for the next series.
@@ -526,7 +526,7 @@ def scoring(
         The scoring, to which the body passes the images.
     """
     try:
-        yield Scoring(host, prompts, groups)
+        yield HostScoring(host, prompts, groups)
     except BaseException:
         shared_workers(host.workers, host.timeout).close()
         raise
@@ -557,7 +557,7 @@ def score_gray_images(host: HostRewards, prompts: Sequence[Prompt], size: Sequen
         part = host.select(clips=clips)
         if part is None:
             continue
-        with scoring(part, prompts) as attempt:
+        with open_scoring(part, prompts) as attempt:
             attempt.add(np.full((len(prompts), *shape, 3), 0.5, np.float32))
             attempt.finish()
 
@@ -671,7 +671,7 @@ def _call(
             form. `Workers._wait` returns its message.
     """
     signal.setitimer(signal.ITIMER_REAL, timeout)
-    usage.take()
+    usage.pop_counts()
     answer = None
     problem = None
     try:
@@ -694,7 +694,7 @@ def _call(
         signal.setitimer(signal.ITIMER_REAL, 0)
     for values in (answer or {}).values():
         values[~finite_images(images)] = np.nan
-    return CallResult(answer, problem, usage.take())
+    return CallResult(answer, problem, usage.pop_counts())
 
 
 def _compare_pairs(

@@ -8,7 +8,7 @@ import collections
 _counts: collections.Counter[str] = collections.Counter()
 
 
-def count(name: str, amount: float = 1) -> None:
+def add_count(name: str, amount: float = 1) -> None:
     """Adds to a counter of what the running call of a reward's function costs.
 
     For functions that worker processes call. The counts of a call are returned with its scores
@@ -23,7 +23,7 @@ def count(name: str, amount: float = 1) -> None:
     _counts[name] += amount  # type: ignore[assignment]  # a Counter also sums floats
 
 
-def take() -> dict[str, float]:
+def pop_counts() -> dict[str, float]:
     """Returns the sums of the counters of this process since the last call of `take`.
 
     Also resets the counters.

@@ -36,7 +36,7 @@ class Sensitivity:
 
     group: str
     linears: int
-    share: float
+    weight_share: float
     spearman: float
 
 
@@ -139,7 +139,7 @@ def measure(
         Sensitivity(
             group=name,
             linears=sum(layer.layers for layer in layers),
-            share=sizes[name] / sum(sizes.values()),
+            weight_share=sizes[name] / sum(sizes.values()),
             spearman=correlation([layer.path for layer in layers], form.name),
         )
         for name, layers in groups.items()
@@ -172,7 +172,7 @@ def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: floa
     }
     budget = exact - floor
     skip = []
-    for g in sorted(groups, key=lambda g: loss[g.group] / g.share):
+    for g in sorted(groups, key=lambda g: loss[g.group] / g.weight_share):
         if loss[g.group] <= budget:
             budget -= loss[g.group]
         else:
@@ -197,7 +197,7 @@ def format_table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str
     lines = [f"{'nothing':<24}{'':>36}spearman {exact:.3f}"]
     for g in groups:
         lines.append(
-            f"{g.group:<24}{g.linears:>5} linear layers, {g.share:>6.1%} of all, "
+            f"{g.group:<24}{g.linears:>5} linear layers, {g.weight_share:>6.1%} of all, "
             f"spearman {g.spearman:.3f}"
         )
     lines.append(

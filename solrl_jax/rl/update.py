@@ -83,7 +83,7 @@ class PolicyBatch:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Problem:
+class _LossInputs:
     """What the loss of a micro-batch needs beside the trained parameters.
 
     Attributes:
@@ -164,7 +164,7 @@ def update(
         ValueError: While tracing, if the network does not support the size of the latents.
         TypeError: While tracing, if the terms do not divide among the optimizer steps.
     """
-    problem = _Problem(
+    problem = _LossInputs(
         backbone=backbone,
         config=config,
         base=base,
@@ -250,7 +250,7 @@ def blend(kept: Trainable, new: Trainable, decay: Float[Array, ""]) -> Trainable
 
 
 def _optimizer_step(
-    problem: _Problem, state: TrainState, terms: Int[Array, " terms"]
+    problem: _LossInputs, state: TrainState, terms: Int[Array, " terms"]
 ) -> tuple[TrainState, Metrics]:
     """Takes one optimizer step on the mean loss over some terms, and one step of the EMA.
 
@@ -445,7 +445,7 @@ def _divide_over_groups(tree: Any) -> Any:
 
 
 def _micro_batch_loss(
-    problem: _Problem,
+    problem: _LossInputs,
     adapters: Trainable,
     terms: Int[Array, " m"],
     valid: Float[Array, " m"],
@@ -534,7 +534,7 @@ def reference_terms(
 
 
 def _target(
-    problem: _Problem,
+    problem: _LossInputs,
     row: Int[Array, " m"],
     slot: Int[Array, " m"],
     clean: Callable[[Array], Array],

@@ -47,7 +47,7 @@ META = "meta.json"
 # its name. So there is a complete checkpoint at any instant.
 REPLACED = ".replaced"
 # Parameters that networks gained later. An older checkpoint lacks them, and they were 0 in its run.
-ADDED = re.compile(r"\['[^']*/lepe/bias'\]")
+ADDED_PARAMETERS = re.compile(r"\['[^']*/lepe/bias'\]")
 _NAME = re.compile(rf"(\d{{6,}})({re.escape(REPLACED)})?")
 T = TypeVar("T")
 
@@ -303,7 +303,7 @@ def restore(
         A tuple: the state, a pytree of jax arrays with the structure and shardings of
         `abstract_state`; and the metadata that it was saved with, by name, with "iteration".
         Parameters that the checkpoint lacks because solrl_jax has added them since (their key path
-        matches `ADDED`) are 0.
+        matches `ADDED_PARAMETERS`) are 0.
 
     Raises:
         CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
@@ -400,8 +400,8 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
 
     Returns:
         The state, with the structure and shardings of `abstract_state`. Empty arrays, and
-        parameters that were added later (`ADDED`) and that the checkpoint lacks, are not read but
-        filled with 0.
+        parameters that were added later (`ADDED_PARAMETERS`) and that the checkpoint lacks, are not
+        read but filled with 0.
 
     Raises:
         CheckpointError: In all processes, if one of them cannot read its shards, or if the saved
@@ -419,7 +419,9 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
     def read() -> None:
         saved_arrays = _read_header(path)["arrays"]
         added_keys = {
-            key for key in abstract_leaves.keys() - saved_arrays.keys() if ADDED.search(key)
+            key
+            for key in abstract_leaves.keys() - saved_arrays.keys()
+            if ADDED_PARAMETERS.search(key)
         }
         compared_leaves = {
             key: leaf for key, leaf in abstract_leaves.items() if key not in added_keys
@@ -477,7 +479,7 @@ def compare_leaves(path: RunPath, saved: dict[str, Any], abstract_leaves: dict[s
             "dtype" (its name, e.g. "float32").
         abstract_leaves: The leaves that the state needs (`jax.ShapeDtypeStruct` or arrays), by key
             path as `jax.tree_util.keystr` writes it. Only their shape and dtype are compared. The
-            caller leaves out those that the checkpoint may lack (`ADDED`).
+            caller leaves out those that the checkpoint may lack (`ADDED_PARAMETERS`).
 
     Raises:
         CheckpointError: If an array is only on one side, or has another shape or dtype. The message

@@ -488,7 +488,7 @@ def build_schedule(
                 pipeline.scheduler,
                 num_steps,
                 tokens,
-                pipeline.linear_sigmas,
+                pipeline.pipeline_sigmas,
                 pipeline.shift_formula,
             )
             schedule = Schedule.from_sigmas(

@@ -39,7 +39,7 @@ from solrl_jax.rl.experiment import (
     load_prompt_sets,
     state_shapes,
 )
-from solrl_jax.rl.explore.monitor import WINDOW, next_setting
+from solrl_jax.rl.explore.monitor import WINDOW, next_level
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.state import TrainState
 from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
@@ -533,7 +533,7 @@ def _choose_exploration_level(this: _Run) -> int:
     """Chooses the precision and number of steps that the next iteration explores with.
 
     If the cheap rewards of exploration have ranked candidates too badly, a more faithful setting is
-    chosen; if they have ranked well for long, a less faithful one is tried again (`next_setting`).
+    chosen; if they have ranked well for long, a less faithful one is tried again (`next_level`).
     Prints a line if it differs from that of the last iteration.
 
     Args:
@@ -549,7 +549,7 @@ def _choose_exploration_level(this: _Run) -> int:
         return 0
     settings = this.experiment.explorer.settings
     history = exploration_history(this.metrics.rows, len(settings))
-    index = next_setting(history, floor, len(settings) - 1)
+    index = next_level(history, floor, len(settings) - 1)
     if history and index != history[-1][0]:
         values = ", ".join(f"{correlation:.2f}" for _, correlation in history[-WINDOW:])
         chosen = settings[index]

@@ -27,7 +27,7 @@ from solrl_jax.study.plan import Run
 PROGRESS = (25, 50, 75, 100)
 # A mean and its standard error. NaN stands for an unknown value.
 Estimate: TypeAlias = tuple[float, float]
-Evaluated: TypeAlias = Float[np.ndarray, " e"]
+EvaluationSeries: TypeAlias = Float[np.ndarray, " e"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +58,19 @@ class Course:
 
     seed: int
     iterations: Int[np.ndarray, " e"]
-    cost: Evaluated
-    scores: Mapping[str, Evaluated]
+    cost: EvaluationSeries
+    scores: Mapping[str, EvaluationSeries]
     network_evaluations: int
     fidelity: Mapping[str, Float[np.ndarray, " i"]]
     watched: Sequence[str] = ()
-    trained: Mapping[str, Evaluated] = dataclasses.field(default_factory=dict)
+    trained: Mapping[str, EvaluationSeries] = dataclasses.field(default_factory=dict)
 
     @property
-    def reward(self) -> Evaluated:
+    def reward(self) -> EvaluationSeries:
         """The held-out reward at each evaluation, `scores["reward"]`."""
         return self.scores["reward"]
 
-    def score(self, name: str) -> Evaluated | None:
+    def score(self, name: str) -> EvaluationSeries | None:
         """Returns a held-out score at each evaluation, whether it is trained on or watched.
 
         Args:
@@ -116,7 +116,7 @@ def read_course(run: Run, prices: Prices) -> Course:
                 "directory, and the run is trained again"
             )
 
-    def read_scores(names: Iterable[str]) -> dict[str, Evaluated]:
+    def read_scores(names: Iterable[str]) -> dict[str, EvaluationSeries]:
         return {
             name: np.array([rows[i].get(f"eval/{name}") for i in evaluated], float)
             for name in names
@@ -413,7 +413,7 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
         with some seed left out.
     """
 
-    def mean_curve(courses: Sequence[Course]) -> tuple[Evaluated, Evaluated]:
+    def mean_curve(courses: Sequence[Course]) -> tuple[EvaluationSeries, EvaluationSeries]:
         cost = np.mean([course.cost for course in courses], 0)
         return cost, np.mean([course.reward for course in courses], 0)
 
@@ -441,7 +441,7 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     return ratio(pairs), float(np.sqrt((n - 1) / n * squares))
 
 
-def cost_to_reach(cost: Evaluated, reward: Evaluated, level: float) -> float:
+def cost_to_reach(cost: EvaluationSeries, reward: EvaluationSeries, level: float) -> float:
     """Returns the cost at which a curve of reward over cost first reaches a reward.
 
     Args:

@@ -23,7 +23,7 @@ from PIL import Image
 
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.rewards import host
-from solrl_jax.rewards.host import RewardError, ScoringFailure, scoring
+from solrl_jax.rewards.host import RewardError, ScoringFailure, open_scoring
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import HostReward, HostRewards
 
@@ -284,7 +284,7 @@ def rewards_of_a_run(how: str, skip: bool = False, workers=WORKERS) -> HostRewar
 
 
 def score(rewards: HostRewards, pictures: int = 1):
-    with scoring(rewards, pictures * [Prompt("a red circle")]) as outside:
+    with open_scoring(rewards, pictures * [Prompt("a red circle")]) as outside:
         outside.add(np.zeros((pictures, 8, 8, 3), np.float32))
         return outside.finish()["some"]
 

@@ -105,7 +105,7 @@ def test_a_model_that_is_not_there_is_one_line_that_says_what_was_tried(
 )
 def test_every_parameter_has_the_dtype_of_the_precision(precision, dtype, folder):
     backbone = load_backbone(str(folder), precision, sharding.make_mesh(1, 1))
-    parts = (backbone.transformer, backbone.text_encoders.params(), backbone.decoder.params)
+    parts = (backbone.transformer, backbone.text_encoders.load_params(), backbone.decoder.params)
     assert {leaf.dtype for leaf in jax.tree.leaves(parts)} == {jnp.dtype(dtype)}
     assert backbone.dtype == dtype
 
@@ -134,7 +134,7 @@ def test_large_parameters_are_split_over_fsdp_and_small_ones_are_whole(backbones
     assert {shard.data.size for shard in large.addressable_shards} == {large.size // 4}
     assert small.sharding.is_fully_replicated
     for leaf in jax.tree.leaves(
-        (split.transformer, split.text_encoders.params(), split.decoder.params)
+        (split.transformer, split.text_encoders.load_params(), split.decoder.params)
     ):
         parts = leaf.size // leaf.addressable_shards[0].data.size
         assert parts == (4 if leaf.size >= sharding.SMALLEST_SHARDED else 1), leaf.shape
@@ -150,7 +150,8 @@ def test_each_parameter_is_placed_as_it_is_read(folder, monkeypatch, backbones):
     monkeypatch.setattr(weights, "device_put", one_device_only(jax.device_put))
     loaded = load_backbone(str(folder), "fp32", split.mesh)
     trees = [
-        (b.transformer, b.text_encoders.params(), b.decoder.params) for b in (whole, split, loaded)
+        (b.transformer, b.text_encoders.load_params(), b.decoder.params)
+        for b in (whole, split, loaded)
     ]
     assert jax.tree.map(lambda x: x.sharding, trees[2]) == sharding.parameter_sharding(
         split.mesh, trees[2]
@@ -324,7 +325,7 @@ def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     loaded = load_backbone("owner/model", "fp32", sharding.make_mesh(1, 1))
     assert loaded.pipeline.folder == snapshot
-    got, want = (b.text_encoders.params()["text_encoder"] for b in (loaded, backbones[0]))
+    got, want = (b.text_encoders.load_params()["text_encoder"] for b in (loaded, backbones[0]))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), got, want))
 
 

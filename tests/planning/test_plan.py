@@ -174,7 +174,7 @@ def test_parts_are_what_arrays_hold():
         "quantized copy": codes,
         "adapters": (state.adapters, state.old, state.ema),
         "optimizer": state.opt_state,
-        "text encoders": backbone.text_encoders.params(),
+        "text encoders": backbone.text_encoders.load_params(),
         "vae": backbone.decoder.params,
         "reward networks": built.reward.params,
     }

@@ -8,7 +8,7 @@ from solrl_jax.config.schema import Reward as Settings
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards.frames import sample_frames
-from solrl_jax.rewards.host import score_gray_images, scoring, shared_workers
+from solrl_jax.rewards.host import open_scoring, score_gray_images, shared_workers
 from solrl_jax.rewards.mixture import mixture
 from solrl_jax.rewards.protocol import HostReward, HostRewards, Reward, score_images
 from solrl_jax.rewards.registry import open_rewards
@@ -147,7 +147,7 @@ def test_workers_get_clips_for_the_rewards_of_clips():
     assert host.select(clips=True).rewards == host.rewards
     prompts = [Prompt("a")] * 2
     try:
-        with scoring(host, prompts) as outside_jax:
+        with open_scoring(host, prompts) as outside_jax:
             outside_jax.add(CLIPS)
             got = outside_jax.finish()
         several = HostReward("some", "tests.outside:several", {}, ("green",))

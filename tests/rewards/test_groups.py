@@ -10,7 +10,7 @@ from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.rewards import host
 from solrl_jax.rewards.groups import group_slices, ordered_pairs, round_robin, win_rates
-from solrl_jax.rewards.host import scoring
+from solrl_jax.rewards.host import open_scoring
 from solrl_jax.rewards.protocol import HostRewards
 from solrl_jax.runs import trainer
 from solrl_jax.runs.progress import TerminalProgress
@@ -76,7 +76,7 @@ def test_a_round_robin_inside_jax_equals_win_rates():
 def scores(name, chunk=5, group_size=4, pictures=PICTURES, **options):
     reward = open_reward({name: 1.0}, options={name: options} if options else {}).rewards[name]
     settings = HostRewards((reward,), {}, *WORKERS, False, group_size)
-    with scoring(settings, PROMPTS) as run:
+    with open_scoring(settings, PROMPTS) as run:
         for start in range(0, 12, chunk):
             run.add(pictures[start : start + chunk])
         return run.finish()[name]
@@ -121,7 +121,7 @@ def test_preferences_before_a_call_without_any_count():
     wins = {}
     failed = {}
     for size in (6, 3):
-        with scoring(HostRewards((reward,), {}, *WORKERS, True, size), PROMPTS) as run:
+        with open_scoring(HostRewards((reward,), {}, *WORKERS, True, size), PROMPTS) as run:
             run.add(PICTURES)
             wins[size] = run.finish()[name]
             failed[size] = run.failed[name]

@@ -20,7 +20,7 @@ import pytest
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards import host
-from solrl_jax.rewards.host import RewardError, score_gray_images, scoring
+from solrl_jax.rewards.host import RewardError, open_scoring, score_gray_images
 from solrl_jax.rewards.mixture import add_total
 from solrl_jax.rewards.protocol import HostReward, HostRewards
 from solrl_jax.rl import experiment as experiments
@@ -65,7 +65,7 @@ def reward(function: str, others=(), batch=16, name="some", **options) -> HostRe
 
 
 def scores(rewards, workers=WORKERS, chunk=4, skip=False, pictures=PICTURES, prompts=PROMPTS):
-    with scoring(HostRewards(tuple(rewards), {}, *workers, skip), prompts) as outside_jax:
+    with open_scoring(HostRewards(tuple(rewards), {}, *workers, skip), prompts) as outside_jax:
         for start in range(0, len(pictures), chunk):
             outside_jax.add(pictures[start : start + chunk])
         return outside_jax.finish(), outside_jax.failed

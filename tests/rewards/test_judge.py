@@ -16,7 +16,7 @@ import pytest
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards import host, usage
-from solrl_jax.rewards.host import RewardError, ScoringFailure, scoring
+from solrl_jax.rewards.host import RewardError, ScoringFailure, open_scoring
 from solrl_jax.rewards.judge import scoring as formulas
 from solrl_jax.rewards.judge.cache import Cache
 from solrl_jax.rewards.judge.client import MAX_ANSWER_BYTES, find_key
@@ -38,7 +38,7 @@ def _own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
-    usage.take()
+    usage.pop_counts()
     _open_service.cache_clear()
 
 
@@ -151,7 +151,7 @@ def test_the_questions_of_the_package(server, model, prompt, expected):
         ) or "image" in question["text"]
         assert ("logprobs" in body) is (model != "rubric")
         assert ("response_format" in body) is (model == "rubric")
-    counts = usage.take()
+    counts = usage.pop_counts()
     assert counts.pop("request_seconds") > 0
     assert counts == {
         "requests": 5,
@@ -224,7 +224,7 @@ def test_a_score_is_paid_for_once(server):
     second = ask(server, "yes", concurrency=2)["reward"]
     np.testing.assert_array_equal(first, second)
     assert len(server.bodies) == 5
-    assert usage.take()["cached"] == 5
+    assert usage.pop_counts()["cached"] == 5
     same = ask(server, "yes", pictures=PICTURES[[0, 0]], prompts=["new", "new"])["reward"]
     assert same[0] == same[1]
     assert len(server.bodies) == 6
@@ -473,7 +473,7 @@ def test_a_hostile_answer_is_one_line_in_time_and_loses_nothing(server, case, mo
     asked = len(server.bodies)
     assert ask(server, "mixed", pictures=pictures[:1])["reward"] == 0
     assert len(server.bodies) == asked
-    assert usage.take()["failures"] == 1
+    assert usage.pop_counts()["failures"] == 1
 
 
 def test_no_server_at_all():
@@ -489,7 +489,7 @@ def test_a_request_is_repeated_until_the_server_is_ready(server):
         reply(handler, "", 503) if next(count) < 2 else reply(handler, yes(body))
     )
     assert ask(server, "starting", pictures=PICTURES[:1], retries=2)["reward"] == 0
-    counts = usage.take()
+    counts = usage.pop_counts()
     assert (counts["requests"], counts["retries"], counts["failures"]) == (3, 2, 0)
 
 
@@ -566,7 +566,9 @@ WORKERS = (1, 30.0)
 def run(server, model, skip, pictures=PICTURES):
     options = {"base_url": server.url, "model": model, "retries": 0}
     opened = open_reward({"judge": 1.0}, options={"judge": options}).rewards["judge"]
-    with scoring(HostRewards((opened,), {}, *WORKERS, skip), [Prompt(p) for p in PROMPTS]) as run:
+    with open_scoring(
+        HostRewards((opened,), {}, *WORKERS, skip), [Prompt(p) for p in PROMPTS]
+    ) as run:
         run.add(pictures)
         return run.finish(), run
 

@@ -25,7 +25,7 @@ from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import Prompt
 from solrl_jax.errors import InputError
 from solrl_jax.rewards import registry
-from solrl_jax.rewards.host import ScoringFailure, scoring, shared_workers
+from solrl_jax.rewards.host import ScoringFailure, open_scoring, shared_workers
 from solrl_jax.rewards.http import http as service_scores
 from solrl_jax.rewards.protocol import score_images
 from tests import outside
@@ -301,7 +301,7 @@ def test_a_service_is_given_what_a_function_is(service):
     host = opened(
         {service: 1.0}, options={service: {"batch": 2}}, workers=1, timeout=20.0
     ).trained.host
-    with scoring(host, PROMPTS) as outside_jax:
+    with open_scoring(host, PROMPTS) as outside_jax:
         outside_jax.add(PICTURES)
         got = outside_jax.finish()[service]
     shared_workers(1, 20.0).close()

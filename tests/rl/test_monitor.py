@@ -6,7 +6,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from solrl_jax.quant.formats import FORMATS
-from solrl_jax.rl.explore.monitor import FIRST_RETURN, WINDOW, next_setting, setting_ladder
+from solrl_jax.rl.explore.monitor import FIRST_RETURN, WINDOW, next_level, setting_ladder
 from solrl_jax.rl.explore.setting import ExplorationSetting
 from solrl_jax.runs import metrics
 from solrl_jax.runs import trainer as trainer
@@ -18,7 +18,7 @@ def run(quality, floor=0.8, highest=3):
     """The levels of as many iterations as `quality(iteration, level)` is asked for."""
     history = []
     for iteration in range(120):
-        level = next_setting(history, floor, highest)
+        level = next_level(history, floor, highest)
         history.append((level, quality(iteration, level)))
     return [level for level, _ in history]
 
@@ -78,8 +78,8 @@ def test_a_history_of_other_levels_is_taken_as_it_is():
     """A run that went on with a floor, after a start without one; and one whose ladder has become
     shorter.
     """
-    assert next_setting([(0, 0.1)] * 21, 0.8, 3) == 1
-    assert next_setting([(2, 0.9)] * 3, 0.8, 1) == 1
+    assert next_level([(0, 0.1)] * 21, 0.8, 3) == 1
+    assert next_level([(2, 0.9)] * 3, 0.8, 1) == 1
 
 
 @pytest.mark.exhaustive

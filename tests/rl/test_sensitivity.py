@@ -63,7 +63,7 @@ def test_each_group_is_measured_alone(monkeypatch):
     experiment = build(config)
     exact, groups = measure(experiment, fresh_state(experiment).old, 2, lambda *_: None)
     assert exact == 1.0  # nothing quantized and as many steps: the candidates themselves
-    assert sum(group.share for group in groups) == pytest.approx(1)
+    assert sum(group.weight_share for group in groups) == pytest.approx(1)
     assert {group.group for group in groups} == GROUPS
     assert any(group.spearman < 1 for group in groups)
     assert all(-1 <= group.spearman <= 1 for group in groups)

@@ -37,7 +37,7 @@ def steps(task: Task) -> Figures:
     experiment = with_weights(shapes)
     rollout = shapes.config.rollout
     adapters = fresh_state(experiment).old
-    drafts, redone = Phases(shapes).chunks(row_groups(experiment.backbone.mesh))
+    drafts, redone = Phases(shapes).num_batches(row_groups(experiment.backbone.mesh))
 
     def exact():
         return experiment.sampler("regenerate", adapters, rollout.num_steps)
@@ -112,8 +112,8 @@ def rollout(task: Task) -> Figures:
     if len(measured) < len(scored) + len(gradients):
         raise Skipped("without decoding and scoring there is no phase to add up")
     phases = Phases(shapes)
-    drafts, _ = phases.chunks(row_groups(phases.mesh))
-    most, _ = phases.chunks(phases.mesh.size)
+    drafts, _ = phases.num_batches(row_groups(phases.mesh))
+    most, _ = phases.num_batches(phases.mesh.size)
     learning = [(measured[program.name], program.calls) for program in gradients]
     naive = phase(
         [

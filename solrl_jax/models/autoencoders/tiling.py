@@ -40,8 +40,8 @@ def decode_tiled(
         the dtype of the result of `decode`.
     """
     *batch, height, width, channels = latent.shape  # samples, and frames of clips
-    row_starts, row_ramps = _axis(height, tile, overlap, compression)
-    column_starts, column_ramps = _axis(width, tile, overlap, compression)
+    row_starts, row_ramps = _place_tiles(height, tile, overlap, compression)
+    column_starts, column_ramps = _place_tiles(width, tile, overlap, compression)
     tile_shape = (*batch, min(tile, height), min(tile, width), channels)
     decode = jax.checkpoint(decode, prevent_cse=False)
     decoded = jax.eval_shape(decode, jax.ShapeDtypeStruct(tile_shape, latent.dtype))
@@ -70,7 +70,7 @@ def decode_tiled(
     return image.astype(decoded.dtype)
 
 
-def _axis(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, Array]:
+def _place_tiles(size: int, tile: int, overlap: int, compression: int) -> tuple[Array, Array]:
     """Places tiles along one axis, as few as cover it, and computes the weights that blend each
     into the one before.
 

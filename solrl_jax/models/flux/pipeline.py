@@ -45,7 +45,7 @@ class FluxPipeline(Pipeline):
 
     kind = "FluxPipeline"
     attends_in_fp8 = True
-    linear_sigmas = True
+    pipeline_sigmas = True
     embedded_guidance = True
 
     def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
@@ -72,7 +72,7 @@ class FluxPipeline(Pipeline):
         t5_config = T5Config.read(folder / "text_encoder_2")
         self.config = config
         self.vae_config = vae_config
-        self._check_sizes(clip_config, t5_config)
+        self._check_widths(clip_config, t5_config)
         check_vocabulary(folder / "tokenizer", clip_config.vocab_size)
         check_vocabulary(folder / "tokenizer_2", t5_config.vocab_size)
 
@@ -105,7 +105,7 @@ class FluxPipeline(Pipeline):
         self.default_max_tokens = min(MAX_TOKENS, limit)
         self.clip_tokens = clip_length(folder / "tokenizer", clip_config.max_position_embeddings)
 
-    def _check_sizes(self, clip_config: CLIPTextConfig, t5_config: T5Config) -> None:
+    def _check_widths(self, clip_config: CLIPTextConfig, t5_config: T5Config) -> None:
         """Checks that the widths of transformer, text encoders and autoencoder agree.
 
         Args:

@@ -66,7 +66,7 @@ class Flux2KleinPipeline(Pipeline):
 
     kind = "Flux2KleinPipeline"
     attends_in_fp8 = True
-    linear_sigmas = True
+    pipeline_sigmas = True
 
     def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `black-forest-labs/FLUX.2-klein-4B`. No weight is

@@ -43,13 +43,14 @@ class Mhla:
             bias; and the denominator of a query q of block i is `sum_j m_ij q_j . z_j` instead of
             `q . sum_j m_ij z_j`, where z_j is the sum of the keys of block j, and q_j the query at
             the same place in block j.
-        normed: Whether to add norms of queries and keys (RMSNorm with epsilon 1e-5, over all heads
-            together) to a checkpoint without them. Norms that a checkpoint has are always kept.
+        add_norms: Whether to add norms of queries and keys (RMSNorm with epsilon 1e-5, over all
+            heads together) to a checkpoint without them. Norms that a checkpoint has are always
+            kept.
     """
 
     blocks: int
     released_variant: bool = False
-    normed: bool = False
+    add_norms: bool = False
 
 
 class BlockMixing(AttentionProjections):
@@ -72,7 +73,7 @@ class BlockMixing(AttentionProjections):
             together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether the checkpoint has norms of queries and keys. If not, the layer adds them
-            where `mhla.normed` is set, with weights that start as 1.
+            where `mhla.add_norms` is set, with weights that start as 1.
         bias: Whether the linear layers to queries, keys and values have biases.
         rngs: Random number generators for the initial weights.
     """
@@ -88,22 +89,22 @@ class BlockMixing(AttentionProjections):
         bias: bool,
         rngs: nnx.Rngs,
     ):
-        super().__init__(widths, heads, normed=normed or mhla.normed, bias=bias, rngs=rngs)
+        super().__init__(widths, heads, normed=normed or mhla.add_norms, bias=bias, rngs=rngs)
         self.mhla = mhla
         self.layout = layout
         self.mix = param(
             jnp.zeros((mhla.blocks, mhla.blocks)),
             "mix",
-            start=(initial_mix, layout, mhla.released_variant),
+            initializer=(initial_mix, layout, mhla.released_variant),
             bounds=None if mhla.released_variant else (0.0, 1.0),
         )
         self.lepe = DepthwiseConv(widths[2], 3, bias=mhla.released_variant, rngs=rngs)
-        self.lepe.kernel.set_metadata(start=(initial_filter, mhla.released_variant))
+        self.lepe.kernel.set_metadata(initializer=(initial_filter, mhla.released_variant))
         if self.lepe.bias is not None:
-            self.lepe.bias.set_metadata(start=(np.zeros, widths[2]))
+            self.lepe.bias.set_metadata(initializer=(np.zeros, widths[2]))
         if self.norm_q is not None and self.norm_k is not None and not normed:
             for norm in (self.norm_q, self.norm_k):
-                norm.scale.set_metadata(start=(np.ones, widths[2]))
+                norm.scale.set_metadata(initializer=(np.ones, widths[2]))
 
     def __call__(self, x: Activation, grid: tuple[int, int]) -> Float[Array, "b n d"]:
         """Applies the attention with mixed sums, adds the convolution of the values, and applies

@@ -10,7 +10,7 @@ def param(
     value: Array,
     torch_name: str,
     layout: str = "same",
-    start: tuple[Any, ...] | None = None,
+    initializer: tuple[Any, ...] | None = None,
     bounds: tuple[float, float] | None = None,
 ) -> nnx.Param:
     """Creates a parameter with metadata about its form in PyTorch checkpoints, for
@@ -30,9 +30,9 @@ def param(
             * "pointwise": [out, in, 1, 1] there, [in, out] here.
             * "conv": [out, in, kh, kw] there, [kh, kw, in, out] here.
             * "conv3d": [out, in, kt, kh, kw] there, [kt, kh, kw, in, out] here.
-        start: For a parameter that a checkpoint may lack: a tuple `(function, *arguments)`. The
-            call `function(*arguments)` then gives its value, broadcast to the parameter's shape.
-            None: checkpoints must hold the parameter.
+        initializer: For a parameter that a checkpoint may lack: a tuple `(function, *arguments)`.
+            The call `function(*arguments)` then gives its value, broadcast to the parameter's
+            shape. None: checkpoints must hold the parameter.
         bounds: (smallest, largest) value to which training clips the parameter. None: unbounded.
 
     Returns:
@@ -42,7 +42,7 @@ def param(
         value,
         torch_name=torch_name,
         layout=layout,
-        start=start,
+        initializer=initializer,
         bounds=bounds,
         below_stack=0,
         first_layer=None,

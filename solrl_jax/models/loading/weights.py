@@ -156,18 +156,19 @@ def parameter_table(state: nnx.State) -> list[ParameterEntry]:
                 list_path = list_path[:-1]
             layers = range(first or 0, (first or 0) + shape[0])
             names = tuple(
-                _join(*list_path, layer, *inner_path, metadata["torch_name"]) for layer in layers
+                _tensor_name(*list_path, layer, *inner_path, metadata["torch_name"])
+                for layer in layers
             )
             shape = shape[1:]
         else:
-            names = (_join(*path[:-1], metadata["torch_name"]),)
+            names = (_tensor_name(*path[:-1], metadata["torch_name"]),)
         entry = ParameterEntry(
             path=tuple(path),
             names=names,
             layout=metadata["layout"],
             shape=shape,
             stacked=depth > 0,
-            initializer=metadata["start"],
+            initializer=metadata["initializer"],
             bounds=metadata["bounds"],
         )
         table.append(entry)
@@ -637,7 +638,7 @@ def region_in_torch(region: Region, layout: str) -> Region:
     return (*permuted, range(1), range(1)) if layout == "pointwise" else permuted
 
 
-def _join(*parts: Any) -> str:
+def _tensor_name(*parts: Any) -> str:
     """Joins parts (texts or numbers) by dots to the name of a PyTorch tensor, such as
     "blocks.3.attn.weight".
     """

@@ -67,7 +67,7 @@ class QwenImagePipeline(Pipeline):
     """
 
     kind = "QwenImagePipeline"
-    linear_sigmas = True
+    pipeline_sigmas = True
 
     def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `Qwen/Qwen-Image`. No weight is read.

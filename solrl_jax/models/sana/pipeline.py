@@ -113,12 +113,14 @@ class SanaPipeline(Pipeline):
         self.patch = config.patch_size
 
         # MHLA divides the image tokens into this many equal blocks, down and across.
-        self.blocks = (1, 1)
+        self.mhla_layout = (1, 1)
         attention = None
         if mhla is not None:
             token = self.compression * self.patch
-            self.blocks = tiling(mhla.mhla.blocks, (mhla.size[0] // token, mhla.size[1] // token))
-            attention = partial(BlockMixing, mhla.mhla, self.blocks)
+            self.mhla_layout = tiling(
+                mhla.mhla.blocks, (mhla.size[0] // token, mhla.size[1] // token)
+            )
+            attention = partial(BlockMixing, mhla.mhla, self.mhla_layout)
         self.transformer = Component.from_builder(
             folder / "transformer",
             lambda rngs: SanaTransformer2DModel(
@@ -151,7 +153,7 @@ class SanaPipeline(Pipeline):
             times the number of MHLA's blocks along the axis (1 without MHLA).
         """
         rows, columns = super().size_multiples()
-        return rows * self.blocks[0], columns * self.blocks[1]
+        return rows * self.mhla_layout[0], columns * self.mhla_layout[1]
 
     def velocity(
         self,

@@ -68,7 +68,7 @@ class Cache:
                 metadata = file.metadata()
         except (OSError, SafetensorError, AttributeError):
             return None  # damaged; AttributeError stands for a dtype that NumPy lacks
-        return encoding if metadata == {"sha256": _checksum(encoding, key)} else None
+        return encoding if metadata == {"sha256": _digest(encoding, key)} else None
 
     def has(self, key: str) -> bool:
         """Whether a file is stored under a key.
@@ -100,7 +100,7 @@ class Cache:
         """
         arrays = {name: np.ascontiguousarray(x) for name, x in encoding.items()}
         with disk_errors_as_run_errors(self.entry_path(key)):
-            _replace(self.entry_path(key), save(arrays, {"sha256": _checksum(arrays, key)}))
+            _replace(self.entry_path(key), save(arrays, {"sha256": _digest(arrays, key)}))
 
     def file_sha256(self, file: Path) -> str:
         """Returns the SHA-256 of a file's content, which the cache remembers for the next call.
@@ -200,7 +200,7 @@ def key_of(identity: str, tokens: Mapping[str, np.ndarray]) -> str:
     Returns:
         64 hexadecimal digits.
     """
-    return _checksum(tokens, identity)
+    return _digest(tokens, identity)
 
 
 def _replace(path: Path, data: bytes) -> None:
@@ -229,18 +229,18 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def _checksum(arrays: Mapping[str, np.ndarray], label: str) -> str:
+def _digest(arrays: Mapping[str, np.ndarray], prefix: str) -> str:
     """Returns the SHA-256 of a text and of named arrays.
 
     Args:
         arrays: arrays by name. Names, dtypes, shapes and values are hashed; their order does not
             matter.
-        label: the text: the key of an entry; or, to compute a key, `TextEncoders.identity`.
+        prefix: the text: the key of an entry; or, to compute a key, `TextEncoders.identity`.
 
     Returns:
         64 hexadecimal digits.
     """
-    total = hashlib.sha256(json.dumps(label).encode())
+    total = hashlib.sha256(json.dumps(prefix).encode())
     for name in sorted(arrays):
         x = arrays[name]
         total.update(json.dumps([name, x.dtype.name, x.shape]).encode())

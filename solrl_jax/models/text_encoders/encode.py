@@ -62,7 +62,7 @@ class TextEncoders:
         """Number of prompts that all devices together encode at once: 8 per device."""
         return PROMPTS_PER_DEVICE * self.mesh.size
 
-    def params(self) -> dict[str, Params]:
+    def load_params(self) -> dict[str, Params]:
         """Returns the parameters of the text encoders, and loads them if they are not in memory.
 
         They stay in memory until `release`. Every process of a run must call it. Before loading,
@@ -273,7 +273,7 @@ class TextEncoders:
                 )
                 placed[name] = hosts.put(padded, sharding.rows(self.mesh))
             with jax.set_mesh(self.mesh):
-                encoded = hosts.fetch(encode_chunk(self, self.params(), placed))
+                encoded = hosts.fetch(encode_chunk(self, self.load_params(), placed))
             for i in range(min(self.prompts_per_chunk, count - start)):
                 yield {name: x[i] for name, x in encoded.items()}
 

@@ -343,7 +343,7 @@ class CLIPTextModel(nnx.Module):
                 included.
         """
         tower = self.text_model
-        mask = causal_matrix(input_ids.shape[1])
+        mask = causal_mask(input_ids.shape[1])
         x = tower.embeddings(input_ids)
 
         # The input of each layer is carried beside its output, so that no other state is kept.
@@ -424,7 +424,7 @@ class TextModel(nnx.Module):
             ValueError: If there are more than `max_position_embeddings` tokens per text, padding
                 included.
         """
-        mask = causal_matrix(input_ids.shape[1]) & attention_mask[:, None, None, :]
+        mask = causal_mask(input_ids.shape[1]) & attention_mask[:, None, None, :]
         x = self.embeddings(input_ids)
         x = scan_blocks(self.encoder.layers, lambda layer, x: layer(x, mask), x)
         return self.final_layer_norm(self.at_end_of_text(x, input_ids))
@@ -580,7 +580,7 @@ def make_encoder(config: TowerConfig, rngs: nnx.Rngs) -> nnx.Dict:
     return nnx.Dict(layers=layers)
 
 
-def causal_matrix(length: int) -> Bool[Array, "1 1 l l"]:
+def causal_mask(length: int) -> Bool[Array, "1 1 l l"]:
     """Returns a causal mask: True where the key is at the query's position or before it.
 
     Args:

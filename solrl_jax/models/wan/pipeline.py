@@ -99,7 +99,7 @@ class WanPipeline(Pipeline):
         self.compression = vae_config.spatial_compression
         self.temporal_compression = vae_config.temporal_compression
         self.channels = vae_config.z_dim
-        self.patch = config.side
+        self.patch = config.patch_side
         self.default_size = WAN22_SIZE if timestep_per_token else DEFAULT_SIZE
         self.frames_per_second = (
             WAN22_FRAMES_PER_SECOND if timestep_per_token else FRAMES_PER_SECOND

@@ -112,7 +112,7 @@ class WanConfig(TransformerConfig):
             self.require(getattr(self, name) is None, name, "None")
 
     @property
-    def side(self) -> int:
+    def patch_side(self) -> int:
         """Side of a patch in latent pixels: the number of its rows, and of its columns."""
         return self.patch_size[1]
 
@@ -149,7 +149,7 @@ class WanTransformer3DModel(nnx.Module):
         table = jax.random.normal(rngs.params(), (1, 2, d)) / math.sqrt(d)
         self.scale_shift_table = param(table, "scale_shift_table")
         self.norm_out = LayerNorm(d, eps=config.eps, affine=False)
-        self.proj_out = Linear(d, config.side**2 * config.num_out_channels, rngs=rngs)
+        self.proj_out = Linear(d, config.patch_side**2 * config.num_out_channels, rngs=rngs)
 
     def __call__(
         self,
@@ -183,7 +183,7 @@ class WanTransformer3DModel(nnx.Module):
         config = self.config
         batch, frames, height, width, _ = latent.shape
         dtype = latent.dtype
-        side = config.side
+        side = config.patch_side
         if height % side or width % side:
             raise ValueError(
                 f"{config.network}: latents of {height} x {width}; accepted: multiples of {side}"
@@ -229,7 +229,7 @@ class PatchEmbedding(nnx.Module):
 
     def __init__(self, config: WanConfig, *, rngs: nnx.Rngs):
         d = config.width
-        side = config.side
+        side = config.patch_side
         init = nnx.initializers.xavier_uniform()
         kernel = init(rngs.params(), (side**2 * config.in_channels, d))
         shape = (1, side, side, config.in_channels, d)

@@ -41,7 +41,7 @@ class ZImagePipeline(Pipeline):
     """
 
     kind = "ZImagePipeline"
-    linear_sigmas = True
+    pipeline_sigmas = True
 
     def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `Tongyi-MAI/Z-Image`. No weight is read.

@@ -96,7 +96,7 @@ class Answer:
             counts = content.get("usage") or {}
             for name in ("prompt_tokens", "completion_tokens"):
                 if type(counts.get(name)) is int and 0 <= counts[name] < 2**31:
-                    usage.count(name, counts[name])
+                    usage.add_count(name, counts[name])
         except (
             ValueError,
             TypeError,
@@ -192,10 +192,10 @@ class Client:
                             **fields,
                         )
                         body = raw.http_response.content
-                    usage.count("retries", raw.retries_taken)
+                    usage.add_count("retries", raw.retries_taken)
                     return Answer(body)
             finally:
-                usage.count("request_seconds", loop.time() - began)
+                usage.add_count("request_seconds", loop.time() - began)
 
     async def close(self) -> None:
         """Closes the connections. Further requests fail.
@@ -282,7 +282,7 @@ async def _count_request(request: httpx2.Request) -> None:
     Args:
         request: Not read.
     """
-    usage.count("requests")
+    usage.add_count("requests")
 
 
 async def _bound_response(response: httpx2.Response) -> None:

@@ -243,7 +243,7 @@ class Service:
             elif result is not None:
                 for name in names:
                     scores[name][row] = result[name]
-        usage.count("failures", len(failures))
+        usage.add_count("failures", len(failures))
         if failures:
             more = f" ({len(failures)} of {len(sent)} requests failed)" if len(sent) > 1 else ""
             raise ScoringFailure(f"{failures[0]}{more}", scores)
@@ -317,7 +317,7 @@ class Service:
         """
         cached = None if self._cache is None else self._cache.read(key)
         if cached is not None and {"reward", *self._judge.others} <= cached.keys():
-            usage.count("cached")
+            usage.add_count("cached")
             return cached
         content = self.message([image.part for image in images], prompt)
         answer = await self._client.ask(content, deadline, **self.request_fields())

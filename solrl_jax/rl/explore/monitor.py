@@ -59,7 +59,7 @@ def setting_ladder(
     return tuple(dict.fromkeys(ladder))
 
 
-def next_setting(history: Sequence[tuple[int, float]], floor: float, last: int) -> int:
+def next_level(history: Sequence[tuple[int, float]], floor: float, last: int) -> int:
     """Chooses the exploration setting of the next iteration, as an index in the `setting_ladder`.
 
     Starting at 0, the rules are applied after each iteration of the history, once the present

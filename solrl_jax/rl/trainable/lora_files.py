@@ -238,7 +238,7 @@ def import_lora(
         if mixed:
             b = b * np.float32(alphas[name] / ranks[name])
         if layer.has_author_name and name.endswith(("adaLN_modulation.1", "adaLN_modulation_1")):
-            b = _scale_first(b, a.shape[1])
+            b = _swap_shift_and_scale(b, a.shape[1])
         start = 0
         for module in layer.modules:
             slot = slots[module]
@@ -255,7 +255,7 @@ def import_lora(
     }, settings
 
 
-def _scale_first(b: np.ndarray, n_in: int) -> np.ndarray:
+def _swap_shift_and_scale(b: np.ndarray, n_in: int) -> np.ndarray:
     """Converts the factor B of a modulation layer, read from a file with the names of the model's
     authors, to the order of diffusers: exchanges shift and scale, the halves of its outputs.
 
