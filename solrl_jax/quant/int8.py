@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
-from solrl_jax.quant import tensor_parallel
+from solrl_jax.quant import compile_target, tensor_parallel
 from solrl_jax.quant.lazy import LazyActivation, row_amax
 from solrl_jax.quant.leaf import Matrix, QuantizedWithInput
 
@@ -66,13 +66,18 @@ class INT8Tensor(QuantizedWithInput):
             mesh axis `tensor`. Rows with a non-finite input value become NaN or infinite.
         """
         codes, scales = x.encode(encode)
+        shape = (*codes.shape[:2], self.codes.shape[0])
+        if x.grid is not None and compile_target.platform() == "tpu":
+            # as images, because XLA would copy the result for the convolution that follows
+            codes = codes.reshape(len(codes), *x.grid, -1)
+            scales = scales.reshape(len(codes), *x.grid, 1)
         sums = jax.lax.dot_general(
             codes,
             self.codes,
-            dimension_numbers=(((2,), (1,)), ((), ())),
+            dimension_numbers=(((codes.ndim - 1,), (1,)), ((), ())),
             preferred_element_type=jnp.int32,
         )
-        y = (sums.astype(jnp.float32) * scales * self.scales).astype(x.dtype)
+        y = (sums.astype(jnp.float32) * scales * self.scales).astype(x.dtype).reshape(shape)
         return LazyActivation.from_array(tensor_parallel.gather_axis(y), exact=False)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:

@@ -137,10 +137,15 @@ class LazyActivation:
         parts: The columns of the activation, from the first on, in one or more parts. Each is a
             function with the arrays that it is computed from. Usually there is one.
         dtype: The dtype of the activation once it is materialized.
+        grid: The number of rows and of columns of pixels if the s rows are the pixels of an image,
+            row by row, and a convolution follows; otherwise None. Read by matmuls in INT8 on TPUs,
+            which then write images. It does not change values, and results of `map`, `combine` and
+            the others do not have it.
     """
 
     parts: tuple[LazyPart, ...]
     dtype: Any
+    grid: tuple[int, int] | None = None
 
     @classmethod
     def from_array(

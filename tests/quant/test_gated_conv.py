@@ -1,12 +1,16 @@
 """`gated_conv` beside XLA's grouped convolution."""
 
+import dataclasses
+import math
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from solrl_jax.parallel.sharding import jit
-from solrl_jax.quant import compile_target
+from solrl_jax.quant import compile_target, int8, lazy
 from solrl_jax.quant.gated_conv import gated_conv
 from solrl_jax.quant.lazy import LazyActivation
 
@@ -54,3 +58,22 @@ def test_a_tpu_convolves_in_groups_to_the_same_result(monkeypatch):
         results[platform] = [np.asarray(y, np.float32) for y in pulled(x, offset)]
     for ours, theirs in zip(results["tpu"], results["cpu"], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=2**-7, atol=1e-3 * np.abs(theirs).max())
+
+
+def test_int8_before_it_multiplies_images_on_a_tpu(monkeypatch):
+    """Sums of INT8 products are exact, so that the result is the same to the bit."""
+    monkeypatch.setattr(lazy, "tpu_kernel_takes", lambda *_: False)  # the kernel needs a TPU
+    x = normal(2, math.prod(GRID), 32, dtype=jnp.bfloat16)
+    weight = int8.quantize(normal(32, CHANNELS, seed=1))
+
+    def product(x, grid=GRID):
+        pixels = dataclasses.replace(LazyActivation.from_array(x), grid=grid)
+        return weight.lazy_matmul(pixels).value
+
+    results = [product(x, grid=None)]
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(compile_target, "platform", lambda platform=platform: platform)
+        jaxpr = str(jax.make_jaxpr(lambda x: product(x))(x))
+        assert (f"i32[2,{GRID[0]},{GRID[1]},{CHANNELS}]" in jaxpr) == (platform == "tpu")
+        results.append(product(x))
+    chex.assert_trees_all_equal(*results)

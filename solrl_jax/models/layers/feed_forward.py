@@ -1,12 +1,13 @@
 """The feed-forward layers (MLPs) of the networks."""
 
+import dataclasses
 from typing import Any
 
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from solrl_jax.models.layers.activation import Activation
+from solrl_jax.models.layers.activation import Activation, as_lazy
 from solrl_jax.models.layers.conv import DepthwiseConv
 from solrl_jax.models.layers.linear import Linear
 from solrl_jax.quant.gated_conv import gated_conv
@@ -162,5 +163,6 @@ class GLUMBConv(nnx.Module):
         bias = self.conv_depth.bias
         assert bias is not None
         kernel = self.conv_depth.kernel.get_value()
-        hidden = gated_conv(self.conv_inverted.lazy(x), grid, kernel, bias.get_value())
+        pixels = dataclasses.replace(as_lazy(x), grid=grid)
+        hidden = gated_conv(self.conv_inverted.lazy(pixels), grid, kernel, bias.get_value())
         return self.conv_point(hidden)
