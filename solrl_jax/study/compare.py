@@ -98,7 +98,7 @@ def read_course(run: Run, prices: Prices) -> Course:
         The scores and costs at the run's evaluations, and the rank fidelity of its iterations.
 
     Raises:
-        InputError: If the metrics have no finite held-out reward at an evaluation, or if the ledger
+        InputError: If the metrics have no held-out reward at an evaluation, or if the ledger
             of an iteration is missing, cannot be read or has another number of rows than
             `train.num_prompts` times `rollout.candidates`; or if the `config.yaml` is missing or
             cannot be read.
@@ -110,7 +110,7 @@ def read_course(run: Run, prices: Prices) -> Course:
     rows = by_iteration(read(run.folder))
     evaluated = sorted({0, last, *range(0, last, every)})
     for iteration in evaluated:
-        if rows.get(iteration, {}).get("eval/reward") is None:
+        if "eval/reward" not in rows.get(iteration, {}):
             raise InputError(
                 f"{run.folder}: has no held-out reward after iteration {iteration}; remove the "
                 "directory, and the run is trained again"
@@ -421,7 +421,7 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
         cost, reward = mean_curve([first for first, _ in pairs])
         other_cost, other_reward = mean_curve([second for _, second in pairs])
         gain = other_reward[-1] - other_reward[0]
-        if gain <= 0:
+        if not gain > 0:  # also if a reward is NaN
             return float("nan")
         level = other_reward[0] + part * gain
         first_cost = cost_to_reach(cost, reward, level)

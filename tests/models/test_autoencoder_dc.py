@@ -316,6 +316,10 @@ def test_config_defaults_are_diffusers_and_a_string_stands_for_every_stage():
             {"encoder_block_out_channels": [128, 256, 512, 512, 1024, 1000]},
             "encoder_block_out_channels.*divide 4 times",
         ),
+        (
+            {"decoder_block_out_channels": [128, 256, 512, 512, 1024, 0]},
+            "decoder_block_out_channels.*positive multiples of 4",
+        ),
         ({"latent_channels": 48}, "block_out_channels.*multiple of latent_channels"),
     ],
 )

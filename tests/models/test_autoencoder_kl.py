@@ -324,6 +324,10 @@ def test_config_fields_and_defaults_are_diffusers():
             {"block_out_channels": [128, 256, 512, 500]},
             "block_out_channels.*multiples of norm_num_groups=32",
         ),
+        (
+            {"block_out_channels": [128, 256, 512, 0]},
+            "block_out_channels.*positive multiples of norm_num_groups=32",
+        ),
         ({"block_out_channels": []}, "block_out_channels.*multiples of norm_num_groups=32"),
         ({"latents_mean": [0.0] * 16}, "latents_mean.*accepted: None"),
         ({"layers_per_block": 0}, "layers_per_block=0.*a positive integer"),

@@ -344,6 +344,7 @@ def test_the_key_is_sent_and_never_said(server, monkeypatch):
         ({"prompt": "aesthetics", "scale": [1, 10]}, "expected two digits"),
         ({"prompt": "aesthetics", "scale": [5, 1]}, "expected [LOWEST, HIGHEST]"),
         ({"scale": [1, 5]}, "must be null with score=yes"),
+        ({"prompt": "rubric", "scale": [0, 10]}, "must be null with criteria"),
         ({"criteria": {"a": [1, 5]}}, "must be empty with score=yes"),
         ({"score": "json", "criteria": {"a": [5, 1]}}, "expected NAME: [LOWEST, HIGHEST]"),
         ({"score": "json", "criteria": {"reward": [1, 5]}}, "expected NAME: [LOWEST, HIGHEST]"),

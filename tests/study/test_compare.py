@@ -250,6 +250,17 @@ def test_an_evaluation_that_is_missing_is_named(tmp_path):
         summary.summarize("hand", plan, runs, PRICES, {})
 
 
+def test_a_run_without_a_finite_reward_does_not_stop_the_others(tmp_path):
+    plan, runs, *_ = made(tmp_path)
+    path = runs[0].folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"eval/reward": 0.8', '"eval/reward": null'))
+    study, courses = summary.summarize("hand", plan, runs, PRICES, {})
+    assert np.isnan(courses["sol"][0].reward).tolist() == [False, False, True]
+    assert math.isnan(study["arms"]["sol"]["scores"]["reward"][1])  # no error without all seeds
+    assert study["arms"]["plain"]["scores"]["reward"][0] == pytest.approx(0.7)
+    assert math.isnan(study["compared"][0]["speed_up"]["100"][0])
+
+
 def test_a_record_without_standard_errors_has_a_reward(tmp_path):
     plan, runs, before, _ = made(tmp_path)
     for run in runs:

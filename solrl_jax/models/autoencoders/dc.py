@@ -173,11 +173,13 @@ class AutoencoderDCConfig(ReleasedConfig):
         widths = getattr(self, name)
         # Shortcuts average or repeat whole channels, and a pixel shuffle makes a 2 x 2 square from
         # four channels.
-        fits = all(4 * fine % coarse == 0 and coarse % 4 == 0 for fine, coarse in pairwise(widths))
+        fits = min(widths) > 0 and all(
+            4 * fine % coarse == 0 and coarse % 4 == 0 for fine, coarse in pairwise(widths)
+        )
         self.require(
             fits and widths[-1] % self.latent_channels == 0,
             name,
-            "multiples of 4 that divide 4 times the width before, "
+            "positive multiples of 4 that divide 4 times the width before, "
             "the last one a multiple of latent_channels",
         )
 

@@ -93,9 +93,9 @@ class KLConfig(ReleasedConfig):
         widths = self.block_out_channels
         groups = self.norm_num_groups
         self.require(
-            len(widths) > 0 and all(width % groups == 0 for width in widths),
+            len(widths) > 0 and all(width > 0 and width % groups == 0 for width in widths),
             "block_out_channels",
-            f"a list of multiples of norm_num_groups={groups}",
+            f"a list of positive multiples of norm_num_groups={groups}",
         )
         for name in ("down_block_types", "up_block_types"):
             self.require(

@@ -109,7 +109,8 @@ class VideoAutoencoderConfig(ReleasedConfig):
             and all(m > 0 for m in multiples)
             and all(m * self.decoder_dim % 2 == 0 for m in multiples[1:]),
             "dim_mult",
-            f"positive integers which, times base_dim={self.decoder_dim}, are even after the first",
+            "positive integers which, times the decoder's "
+            f"{self.decoder_dim} base channels, are even after the first",
         )
         self.require(
             len(self.temperal_downsample) == len(multiples) - 1,

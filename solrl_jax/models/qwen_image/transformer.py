@@ -62,6 +62,8 @@ class QwenImageConfig(TransformerConfig):
     """
 
     network = "QwenImageTransformer2DModel"
+    # A field of the released files that diffusers ignores: there are no pooled text embeddings.
+    ignored_fields = ("pooled_projection_dim",)
 
     patch_size: int = PATCH
     in_channels: int = 64

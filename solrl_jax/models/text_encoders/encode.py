@@ -192,10 +192,10 @@ class TextEncoders:
         """
         if self.cache is None:
             return 0
-        keys = self._keys(self.pipeline.tokenize(prompts, max_tokens, instruction))
-        is_missing = hosts.any_flags([not self.cache.has(key) for key in keys])
-        missing = [prompt for prompt, flag in zip(prompts, is_missing, strict=True) if flag]
         try:
+            keys = self._keys(self.pipeline.tokenize(prompts, max_tokens, instruction))
+            is_missing = hosts.any_flags([not self.cache.has(key) for key in keys])
+            missing = [prompt for prompt, flag in zip(prompts, is_missing, strict=True) if flag]
             for start in range(0, len(missing), self.prompts_per_chunk):
                 progress(len(missing), min(start, self.prompts_per_chunk))
                 self.encode(

@@ -168,7 +168,8 @@ class JudgeSettings(Section):
             These use the log-probabilities of the first token. "json": the mean of the numbers in
             the answer's JSON. None: as the question of the package says; a file needs one of them.
         scale: (lowest, highest) number of the answer, for "digits" (integers from 0 to 9) and for
-            "json" without criteria. None: (1, 5). Must be None for "yes" and "preference".
+            "json" without criteria. None: (1, 5). Must be None for "yes", for "preference" and with
+            criteria, also those of the question "rubric".
         criteria: For "json": (lowest, highest) number of each criterion by its name, which is not
             empty and not "reward". Empty: with the question "rubric" alignment, coherence and
             style, from 1 to 5 each; otherwise a single criterion "score" with the range `scale`.
@@ -323,6 +324,11 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
         )
     scale = _check_scale(field, score, settings.scale)
     _check_criteria(field, score, settings)
+    if score == "json" and settings.scale is not None and (settings.criteria or template.criteria):
+        raise InputError(
+            f"{field}.scale={list(settings.scale)}: must be null with criteria, which have ranges "
+            "of their own"
+        )
     max_tokens = settings.max_tokens
     if MAX_COMPLETION_TOKENS not in settings.extra:
         max_tokens = max_tokens or MAX_TOKENS[score]
