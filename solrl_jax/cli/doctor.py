@@ -317,11 +317,12 @@ def proposal(config: Config) -> dict[str, Any]:
         config: The configuration: a preset with its overrides.
 
     Returns:
-        A dict: "settings" (a list of `key=value` that differ from `config`), "planned" (the bytes
-        of one device that an earlier plan with these settings needs; None if they are a guess or
-        nothing is proposed), "seconds" (the lower bounds of that plan by the phase of an iteration;
-        {} without a plan, or if it is for another kind of device) and "reason" (a line on where the
-        settings come from, or why there are none).
+        A dict: "settings" (a list of `key=value` that differ from `config`, also those that an
+        override names, which training with `mesh=auto` would leave to the override), "planned" (the
+        bytes of one device that an earlier plan with these settings needs; None if they are a guess
+        or nothing is proposed), "seconds" (the lower bounds of that plan by the phase of an
+        iteration; {} without a plan, or if it is for another kind of device) and "reason" (a line
+        on where the settings come from, or why there are none).
     """
     here = api.this_machine()
     chosen = proposals.propose(config, here, proposals.load_records())

@@ -83,8 +83,9 @@ def current_value(key: str, value: Any) -> Any:
 
     Returns:
         The value with all names in it as they are now; a new dict for a section. For example, the
-        value "products" of "model.remat" becomes "matmuls". Values that did not change are returned
-        as they are, also that of `version`.
+        value "products" of "model.remat" becomes "matmuls". No field moves to another section, and
+        unknown names stay. Values that did not change are returned as they are, also that of
+        `version`.
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""

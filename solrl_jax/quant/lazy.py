@@ -318,8 +318,11 @@ class LazyActivation:
 
         Args:
             encode: The encoder, such as `solrl_jax.quant.nvfp4.encode`: from the columns of rows
-                (float32 arrays, the first columns first) to a tuple of outputs (such as codes and
-                scales), each again a list of arrays with the first columns first.
+                (one float32 array [..., n_i] per part of the activation, the first columns first)
+                to a tuple of outputs (such as codes and scales). Each output is a list with one
+                array per part, or with a single one. A kernel on a GPU calls it on single rows
+                [n_i], padded with zeros to a power of two, which must not change the outputs for
+                the columns before the padding.
 
         Returns:
             The outputs of the encoder, each one array [b, s, m]. They are computed once per encoder

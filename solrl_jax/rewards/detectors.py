@@ -74,7 +74,8 @@ def open_detector(name: str) -> Detect:
     """Opens a detector. The result is cached for each name, for the life of the process.
 
     Args:
-        name: "shapes", or a function "module.path:function", whose module is imported.
+        name: "shapes", for the colored shapes of the embedded world in square images
+            (`detect_shapes`), or a function "module.path:function", whose module is imported.
 
     Returns:
         A function from images [n, H, W, 3] in [0, 1] to one sequence of `Detection`s per image. A

@@ -52,7 +52,7 @@ class Pools:
         true: The rewards after regeneration, in the training precision with all steps: one row per
             prompt, one column per candidate. NaN where a candidate has none.
         proxies: By exploration setting, the rewards of the same candidates after exploration
-            (`rollout.explore.reward`, if the run has it), in the shape of `true`.
+            (`rollout.explore.reward`, if the run has it), in the shape of `true`, NaN likewise.
     """
 
     prompts: Sequence[str]

@@ -28,8 +28,8 @@ class Sensitivity:
         group: The name of the group: a module of the blocks between slashes, such as "/attn/", or
             the first part of the path of any other layer, such as "proj_out/" (`group_of`).
         linears: The number of linear layers in it. Each layer of a stack counts as one.
-        share: The fraction of the weights of all linear layers that is in this group, in [0, 1]. It
-            is the fraction of the multiplications if all layers are applied to every token.
+        weight_share: The fraction of the weights of all linear layers that is in this group, in [0,
+            1]. It is the fraction of the multiplications if all layers are applied to every token.
         spearman: The rank correlation of explored and regenerated rewards with only this group
             quantized, mean over prompts. NaN if it is defined for no prompt.
     """
@@ -152,9 +152,9 @@ def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: floa
     at least `floor`.
 
     The loss of a group is `exact` minus its own correlation, at least 0, and losses are assumed to
-    add up. Groups with the smallest loss divided by `share` are quantized first, as long as the sum
-    of their losses is at most `exact - floor`; a group that would exceed it is skipped, and the
-    next ones are still tried.
+    add up. Groups with the smallest loss divided by `weight_share` are quantized first, as long as
+    the sum of their losses is at most `exact - floor`; a group that would exceed it is skipped, and
+    the next ones are still tried.
 
     Args:
         exact: The Spearman correlation with nothing quantized.

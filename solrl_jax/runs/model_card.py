@@ -104,9 +104,10 @@ def model_card(
     """Returns the text of a model card.
 
     Args:
-        run: The run directory. Scores are from its `metrics.jsonl`; without it, the card says that
-            the run was not evaluated. Devices and version are from its `run.json`; without it, they
-            are left out.
+        run: The run directory. Scores are from its `metrics.jsonl`: those of the first evaluation
+            and of the last one up to the exported iteration; without any, the card says that the
+            run was not evaluated. Devices and version are from its `run.json`; without it, they are
+            left out.
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
         export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the

@@ -376,7 +376,7 @@ def _train(this: _Run) -> None:
     of the ledger and its metrics, even if its evaluation fails, and refreshes the HTML report. One
     with an evaluation also writes images of its candidates, unless `eval.num_grid_images` is 0.
     Checkpoints are saved as `_checkpoint_is_due` says, but not after an iteration that could not
-    learn.
+    learn; and with `run.keep_best`, also after an evaluation that an earlier start has missed.
 
     Args:
         this: The run. `state` and `done` are always those of the last complete iteration, also
@@ -386,7 +386,9 @@ def _train(this: _Run) -> None:
         KeyboardInterrupt: After a signal, between batches or iterations.
         Diverged: If the parameters are not finite, or nothing could be learned too often.
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
+        PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses, or another part of the run fails.
+        Exception: What Weights & Biases raises, as it is, in the first process.
     """
     config = this.config
     progress = this.progress

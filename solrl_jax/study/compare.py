@@ -87,7 +87,8 @@ def read_course(run: Run, prices: Prices) -> Course:
     """Reads the course of a finished run from its metrics (`metrics.jsonl`) and its ledger.
 
     The cost of an iteration is computed from the number format and the number of steps of its
-    exploration, which the ledger records.
+    exploration, which the ledger records. For this, an objective `module:function` is imported, and
+    errors of the import pass through.
 
     Args:
         run: The run, trained and evaluated to the end. Its settings are read from the `config.yaml`
@@ -102,7 +103,8 @@ def read_course(run: Run, prices: Prices) -> Course:
             of an iteration is missing, cannot be read or has another number of rows than
             `train.num_prompts` times `rollout.candidates`; or if the `config.yaml` is missing or
             cannot be read.
-        ConfigError: If the `config.yaml` is no valid configuration.
+        ConfigError: If the `config.yaml` is no valid configuration, or the attribute `trains_on` of
+            such an objective has an unknown value.
     """
     config = read_run(run.folder)
     last = config.train.iterations

@@ -173,6 +173,10 @@ def test_config_fields_and_defaults_are_diffusers():
             "AutoencoderKLFlux2: decoder_block_out_channels=.*multiples of norm_num_groups=32",
         ),
         (
+            {"decoder_block_out_channels": [96, 192, 384, 0]},
+            "AutoencoderKLFlux2: decoder_block_out_channels=.*positive multiples",
+        ),
+        (
             {"up_block_types": ["AttnUpDecoderBlock2D"] * 4},
             "AutoencoderKLFlux2: up_block_types=.*accepted: 'UpDecoderBlock2D'",
         ),

@@ -533,8 +533,9 @@ class Stage(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it, to which the call adds those for
-                the next chunk. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call stores those for the next
+                chunk in `history.after`. The first chunk must be the first frame alone, which is
+                not checked. None: `x` is whole clips.
 
         Returns:
             Clips in the dtype of `x`. Without upsampling they have the size of `x` and `n_out`
@@ -587,8 +588,9 @@ class ResidualStage(Stage):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it, to which the call adds those for
-                the next chunk. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call stores those for the next
+                chunk in `history.after`. The first chunk must be the first frame alone, which is
+                not checked. None: `x` is whole clips.
 
         Returns:
             Clips in the dtype of `x` with `n_out` channels. Without upsampling they have the size
@@ -753,8 +755,9 @@ class Upsample(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it, to which the call adds those for
-                the next chunk. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call stores those for the next
+                chunk in `history.after`. The first chunk must be the first frame alone, which is
+                not checked. None: `x` is whole clips.
 
         Returns:
             Clips with `n_out` channels, in the dtype of `x`. T is t if the layer is not temporal.

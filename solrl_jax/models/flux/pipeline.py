@@ -201,8 +201,8 @@ class FluxPipeline(Pipeline):
             numbers, int32. There is no mask, because FLUX.1 attends to padding.
 
         Raises:
-            InputError: `max_tokens` is out of range, or a tokenizer fails or is a `NoVocabulary`
-                outside of this package.
+            InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
+                (The tokenizers that this package carries for plans have none, and return zeros.)
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],

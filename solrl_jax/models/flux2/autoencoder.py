@@ -101,9 +101,9 @@ class AutoencoderKLFlux2Config(KLConfig):
             )
             groups = self.norm_num_groups
             self.require(
-                all(width % groups == 0 for width in widths),
+                all(width > 0 and width % groups == 0 for width in widths),
                 "decoder_block_out_channels",
-                f"multiples of norm_num_groups={groups}",
+                f"positive multiples of norm_num_groups={groups}",
             )
 
     @property

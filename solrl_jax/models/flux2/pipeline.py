@@ -58,7 +58,11 @@ class Flux2KleinPipeline(Pipeline):
     set. The base models use classifier-free guidance, with two evaluations.
 
     `Flux2KleinPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
-    diffusers without reading a weight. The attribute below is in addition to those of `Pipeline`.
+    diffusers without reading a weight. It raises FileNotFoundError if a configuration or the
+    tokenizer is missing, and ValueError if one is not supported or two do not fit together.
+    `gradient_checkpointing` ("none", "matmuls" or "blocks") says what the backward pass of the
+    transformer recomputes; another value raises KeyError while tracing. The attribute below is in
+    addition to those of `Pipeline`.
 
     Attributes:
         tokenizer: directory of the tokenizer (a path).

@@ -137,14 +137,15 @@ def _block_limits(q: Float[Array, "..."]) -> BlockLimits:
 def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
     """Runs `_kernel` on each device with its own rows and heads, and defines its gradient.
 
-    The backward pass runs the forward pass again, because the kernel does not return the statistics
-    of its softmax. Float32 operands are multiplied at the highest precision.
+    A mesh, if one is set, must have the axis `tensor` (`shard_map_kernel`). The backward pass runs
+    the forward pass again, because the kernel does not return the statistics of its softmax.
+    Float32 operands are multiplied at the highest precision.
 
     Args:
         scale: The factor of the logits.
         *arrays: Four arrays: queries [b, n, t, h], keys [b, n, s, h], values [b, n, s, h], and an
             int32 mask [b, s], which is 0 for keys that queries attend to and 1 for all others. t
-            and s are multiples of their `block_size`.
+            and s are multiples of their `block_size` for the limit `BlockLimits.forward`.
 
     Returns:
         The attended values [b, n, t, h], in the dtype of the queries.

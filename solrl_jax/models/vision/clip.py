@@ -410,7 +410,7 @@ class TextModel(nnx.Module):
     def __call__(
         self, input_ids: Int[Array, "b l"], attention_mask: Bool[Array, "b l"]
     ) -> Float[Array, "b d"]:
-        """Returns the normalized state of each text's end-of-text token.
+        """Returns the state of each text's first end-of-text token, after the final layer norm.
 
         Args:
             input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an

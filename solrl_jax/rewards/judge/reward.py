@@ -378,11 +378,15 @@ class Service:
 
         Returns:
             "reward" and, for a judge with several criteria, the scaled number of each criterion.
+            "reward" is the mean of the scaled numbers for "json", the scaled expected digit for
+            "digits", and for "yes" and "preference" the probability of "yes" or of the first image
+            among the accepted tokens.
 
         Raises:
             ScoringFailure: If the answer has no log-probabilities although the score needs them,
                 its accepted tokens (such as "yes" and "no") together have a probability below 0.05,
-                or its text is no JSON object with a number in its range for each criterion.
+                or its text is no JSON object with a number in its range for each criterion. (With a
+                single criterion, the number alone is accepted, too.)
         """
         settings = self._judge.settings
         if settings.score == "json":
