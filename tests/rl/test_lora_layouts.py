@@ -5,7 +5,13 @@ import re
 import numpy as np
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, FluxPipeline, QwenImagePipeline, ZImagePipeline
+from diffusers import (
+    Flux2KleinPipeline,
+    FluxPipeline,
+    QwenImagePipeline,
+    WanPipeline,
+    ZImagePipeline,
+)
 from peft import LoraConfig, get_peft_model
 from safetensors.numpy import save_file
 
@@ -13,7 +19,7 @@ from solrl_jax.errors import InputError
 from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
-from tests.rl.test_lora_files import other
+from tests.rl.test_lora_files import WAN, other
 
 RANK = 4
 WIDTH = 32  # of the small networks of `other`
@@ -101,6 +107,25 @@ QWEN_IMAGE = {
     "transformer_blocks.1.txt_mlp.net.2": (WIDTH, MLP),
     "transformer_blocks.1.img_mod.1": (6 * WIDTH, WIDTH),
 }
+WAN_WIDTH = 16  # of its network of `other`
+WAN_BLOCKS = {
+    f"blocks.{i}.{layer}": sizes
+    for i in range(2)
+    for layer, sizes in {
+        **{f"self_attn.{x}": (WAN_WIDTH, WAN_WIDTH) for x in "qkvo"},
+        **{f"cross_attn.{x}": (WAN_WIDTH, WAN_WIDTH) for x in "qkvo"},
+        "ffn.0": (WAN["ffn_dim"], WAN_WIDTH),
+        "ffn.2": (WAN_WIDTH, WAN["ffn_dim"]),
+    }.items()
+}
+WAN_OTHERS = {
+    "text_embedding.0": (WAN_WIDTH, WAN["text_dim"]),
+    "text_embedding.2": (WAN_WIDTH, WAN_WIDTH),
+    "time_embedding.0": (WAN_WIDTH, 256),
+    "time_embedding.2": (WAN_WIDTH, WAN_WIDTH),
+    "time_projection.1": (6 * WAN_WIDTH, WAN_WIDTH),
+    "head.head": (4 * WAN["out_channels"], WAN_WIDTH),
+}
 Z_IMAGE = {
     "layers.1.attention.to_q": (WIDTH, WIDTH),
     "noise_refiner.0.attention.to_out.0": (WIDTH, WIDTH),
@@ -142,6 +167,17 @@ CASES = {
         "qwen-image",
         QwenImagePipeline,
         make(prefixed("diffusion_model.", QWEN_IMAGE)),
+    ),
+    "kohya, Wan": ("wan", WanPipeline, make(kohya(WAN_BLOCKS), KOHYA, alpha=3.0)),
+    "ComfyUI, Wan": (
+        "wan",
+        WanPipeline,
+        make(prefixed("diffusion_model.", WAN_BLOCKS | WAN_OTHERS)),
+    ),
+    "ai-toolkit, Wan": (
+        "wan",
+        WanPipeline,
+        make(prefixed("diffusion_model.", WAN_BLOCKS), alpha=3.0),
     ),
     "kohya, Z-Image": ("zimage", ZImagePipeline, make(kohya(Z_IMAGE), KOHYA, alpha=3.0)),
 }

@@ -121,6 +121,21 @@ LAYOUTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "y_embedder.mlp.0": ("time_text_embed.text_embedder.linear_1",),
         "y_embedder.mlp.2": ("time_text_embed.text_embedder.linear_2",),
     },
+    "Wan": {
+        **{
+            f"blocks.#.{theirs}_attn.{name}": (f"blocks.#.{ours}.{module}",)
+            for theirs, ours in (("self", "attn1"), ("cross", "attn2"))
+            for name, module in (("q", "to_q"), ("k", "to_k"), ("v", "to_v"), ("o", "to_out.0"))
+        },
+        "blocks.#.ffn.0": ("blocks.#.ffn.net.0.proj",),
+        "blocks.#.ffn.2": ("blocks.#.ffn.net.2",),
+        "text_embedding.0": ("condition_embedder.text_embedder.linear_1",),
+        "text_embedding.2": ("condition_embedder.text_embedder.linear_2",),
+        "time_embedding.0": ("condition_embedder.time_embedder.linear_1",),
+        "time_embedding.2": ("condition_embedder.time_embedder.linear_2",),
+        "time_projection.1": ("condition_embedder.time_proj",),
+        "head.head": ("proj_out",),
+    },
     "Z-Image": {
         f"{stack}.#.attention.{theirs}": ours
         for stack in ("layers", "noise_refiner", "context_refiner")
