@@ -616,7 +616,7 @@ def export(
             directory, target, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
             force=False,
         )  # fmt: skip
-        add_card(filled, directory, config, hub, summary)
+        add_card(filled, directory, config, hub, summary, type(pipeline))
     summary |= {"folder": str(folder)}
     if not dry_run:
         message = f"solrl_jax: the policy after iteration {summary['iteration']}"

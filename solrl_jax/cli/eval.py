@@ -132,7 +132,8 @@ def command(
             raise InputError(f"gallery={gallery}: shows two policies; it needs --paired")
         refuse_existing("gallery", [gallery], force)
         writable_directory(gallery.absolute().parent, "--gallery")
-    config, _ = read_target(target, overrides, preset, trust=trust)
+    # `open_policy` checks `trust`, with the rewards that take the place of the run's
+    config, _ = read_target(target, overrides, preset, trust=True)
     overrides += _eval_only_override(config, rewards)
     if other is not None:
         # Only the policy of the other one is used, with the settings and rewards of the first.

@@ -199,6 +199,27 @@ class Pipeline(abc.ABC):
             "mask".
         """
 
+    @classmethod
+    def diffusers_guidance(cls, guidance_scale: float, true_cfg_scale: float) -> dict[str, Any]:
+        """Returns arguments with which diffusers' pipeline guides, and conditions on a prompt, as a
+        run does.
+
+        A model whose pipeline in diffusers differs overrides it.
+
+        Args:
+            guidance_scale: `rollout.guidance_scale` of the run.
+            true_cfg_scale: `rollout.true_cfg_scale` of the run, which is 1 for models without
+                embedded guidance.
+
+        Returns:
+            The arguments by name.
+        """
+        arguments: dict[str, Any] = {"guidance_scale": guidance_scale}
+        if true_cfg_scale != 1:
+            # It guides if there is a negative prompt, also an empty one.
+            arguments |= {"true_cfg_scale": true_cfg_scale, "negative_prompt": ""}
+        return arguments
+
     @abc.abstractmethod
     def unscale(self, latent: Float[Array, "b ... c"]) -> Float[Array, "b ... c"]:
         """Converts the transformer's latents to the scale that the autoencoder decodes.

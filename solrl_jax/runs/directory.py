@@ -65,7 +65,7 @@ def read_target(
     """
     if is_run(target):
         saved = read_run(target)
-        config = override(saved, overrides)
+        config = _without_unused_options(saved, override(saved, overrides))
         _refuse_other_parameters(target, saved, config)
         if not trust:
             _refuse_foreign_rewards(target, saved, config, overrides)
@@ -77,6 +77,37 @@ def read_target(
     if preset is None or not is_model:
         raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
     return resolve(preset, (text_override("model.path", target), *overrides)), None
+
+
+def _without_unused_options(saved: Config, config: Config) -> Config:
+    """Drops `reward.options` of a run for rewards that overrides have replaced.
+
+    Args:
+        saved: The configuration that the run was trained with.
+        config: The configuration `saved` with the overrides applied.
+
+    Returns:
+        `config` without those options. Options that the overrides set or change stay, also for a
+        reward that is not used, which is refused when the rewards are opened.
+    """
+    used = _reward_names(config)
+    options = {
+        name: values
+        for name, values in config.reward.options.items()
+        if name in used or saved.reward.options.get(name) != values
+    }
+    return dataclasses.replace(config, reward=dataclasses.replace(config.reward, options=options))
+
+
+def _reward_names(config: Config) -> list[str]:
+    """Returns the names of all rewards of a configuration, sorted.
+
+    Args:
+        config: The configuration. Its rewards are named in `reward.weights` (trained on),
+            `reward.eval_only` (recorded only) and `rollout.explore.reward` (ranks candidates).
+    """
+    explored = config.rollout.explore.reward or {}
+    return reward_names((*config.reward.weights, *config.reward.eval_only, *explored))
 
 
 def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None:
@@ -172,8 +203,7 @@ def _foreign_names(config: Config) -> set[str]:
     """Returns the rewards of a configuration that run code, or ask a service, outside the package.
 
     Args:
-        config: The configuration. Its rewards are named in `reward.weights` (trained on),
-            `reward.eval_only` (recorded only) and `rollout.explore.reward` (ranks candidates).
+        config: The configuration.
 
     Returns:
         The names of those rewards that are not in `REWARDS`: "module:function", names of entry
@@ -193,10 +223,8 @@ def _foreign_names(config: Config) -> set[str]:
             for item in value:
                 yield from texts_with_colon(item)
 
-    reward = config.reward
-    explored = config.rollout.explore.reward or {}
-    names = set(reward_names((*reward.weights, *reward.eval_only, *explored))) - set(REWARDS)
-    return names | set(texts_with_colon(reward.options))
+    names = set(_reward_names(config)) - set(REWARDS)
+    return names | set(texts_with_colon(config.reward.options))
 
 
 def is_run(path: str | RunPath) -> bool:

@@ -35,9 +35,9 @@ from solrl_jax.storage.stores import RunPath, StorePath, run_path
 
 # A function (iteration, values by name) that writes a row to one output.
 Log = Callable[[int, dict[str, float]], Any]
-# The largest record that is read, in bytes and rows: 10 000 iterations of 6 kB.
-MAX_BYTES = 2**26
-MAX_ROWS = 2**16
+# The largest record that is read, in bytes and rows: at least 40 000 iterations of 6 kB.
+MAX_BYTES = 2**28
+MAX_ROWS = 2**18
 MAX_LINE_BYTES = 2**16
 _JSONL = "metrics.jsonl"
 _TENSORBOARD = "tensorboard"
@@ -47,16 +47,19 @@ _WANDB_ID = "wandb-id.txt"
 def read(run_dir: RunPath) -> list[dict[str, Any]]:
     """Reads the rows of a run's `metrics.jsonl`, in order.
 
-    Damaged lines are left out, and so is an incomplete last line, which the run may be writing.
-    Nothing is raised for a file that cannot be read.
+    Damaged lines are left out, and so is an incomplete last line, which the run may be writing. No
+    error is raised for a file that cannot be read.
 
     Args:
         run_dir: The run directory.
 
     Returns:
         One dict per row: "iteration" (an int) and the recorded numbers by name, None where a value
-        was not finite. An iteration may have several rows. [] if there is no file, or if it is
-        larger than `MAX_BYTES` (64 MiB) or has more than `MAX_ROWS` (2**16) lines.
+        was not finite. An iteration may have several rows. [] if there is no file.
+
+    Raises:
+        InputError: If the file is larger than `MAX_BYTES` (256 MiB) or has more than `MAX_ROWS`
+            (2**18) lines.
     """
     rows, _ = _read(run_path(run_dir) / _JSONL)
     return rows
@@ -90,17 +93,26 @@ def _read(path: RunPath) -> tuple[list[dict[str, Any]], bool]:
 
     Returns:
         A tuple: the rows of the readable lines in order, and whether the file is damaged. It is if
-        it cannot be read or is too large (there are no rows then), or has an unreadable line before
-        the last one.
+        it cannot be read (there are no rows then), or has an unreadable line before the last one.
+
+    Raises:
+        InputError: If the file is larger than `MAX_BYTES` or has more than `MAX_ROWS` lines.
     """
     try:
         data = read_bytes(path, MAX_BYTES)
-        if data.count(b"\n") > MAX_ROWS:
-            raise ValueError
     except FileNotFoundError:
         return [], False
-    except (OSError, ValueError):
+    except OSError:
         return [], True
+    except ValueError:  # larger, or not a file
+        if not path.is_file():
+            return [], True
+        data = None
+    if data is None or data.count(b"\n") > MAX_ROWS:
+        raise InputError(
+            f"{path}: has more than {MAX_BYTES >> 20} MiB or {MAX_ROWS} rows, the most that are "
+            "read; move it to another directory, and the run continues without its older rows"
+        )
     rows = []
     num_bad = 0
     last_is_bad = False

@@ -20,6 +20,7 @@ from solrl_jax.config.validation import section_names
 from solrl_jax.config.values import ConfigError
 from solrl_jax.data.hub_prompts import HUB
 from solrl_jax.errors import InputError
+from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.rl.trainable.lora_files import DIFFUSERS_FILE
 from solrl_jax.runs import metrics
 from solrl_jax.storage import files, hub
@@ -99,7 +100,13 @@ LICENSES = {
 
 
 def model_card(
-    run: Path, config: Config, name: str, export: Mapping[str, Any], *, has_image: bool
+    run: Path,
+    config: Config,
+    name: str,
+    export: Mapping[str, Any],
+    pipeline: type[Pipeline],
+    *,
+    has_image: bool,
 ) -> str:
     """Returns the text of a model card.
 
@@ -112,6 +119,7 @@ def model_card(
         name: The repository that the card is for, OWNER/NAME.
         export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
             number of arrays) if parameters are trained in full.
+        pipeline: The class of the base model's pipeline.
         has_image: Whether the folder has the image `images/before-after.png`, which the card then
             shows.
 
@@ -133,7 +141,7 @@ def model_card(
         "weights are the average (EMA) of the trained policy.",
         _license_sentence(base),
         "## Use",
-        _usage(config, name, whole),
+        _usage(config, name, pipeline, whole),
         "## Held-out scores",
         _scores(run, config, export["iteration"]),
     ]
@@ -322,13 +330,14 @@ def _license_sentence(base: str) -> str:
     return f"The license of the base applies to these weights: {link}."
 
 
-def _usage(config: Config, name: str, whole: bool) -> str:
+def _usage(config: Config, name: str, pipeline: type[Pipeline], whole: bool) -> str:
     """Returns a block of Python that generates an image, or a clip, with diffusers.
 
     Args:
         config: The configuration of the run. The example has the size and the number of steps of
-            its evaluation, and the guidance scales of its rollout.
+            its evaluation, and the guidance of its rollout.
         name: The repository, OWNER/NAME.
+        pipeline: The class of the base model's pipeline, which knows the arguments of diffusers.
         whole: Whether parameters are trained in full. The example then loads a transformer, and
             otherwise a LoRA.
     """
@@ -351,11 +360,10 @@ def _usage(config: Config, name: str, whole: bool) -> str:
             'pipeline.to("cuda")',
             f'pipeline.load_lora_weights("{name}")',
         ]
-    guided = []
-    if config.rollout.true_cfg_scale != 1:  # only models with embedded guidance have it
-        # The pipelines of diffusers guide if they are given a negative prompt, also an empty one.
-        scale = f"{config.rollout.true_cfg_scale:g}"
-        guided = [f'    true_cfg_scale={scale}, negative_prompt="",']
+    rollout = config.rollout
+    arguments = pipeline.diffusers_guidance(rollout.guidance_scale, rollout.true_cfg_scale)
+    if pipeline.accepts_instruction and config.model.instruction is None:
+        arguments["complex_human_instruction"] = None  # by default, diffusers gives a long one
     lines = [
         "import torch",
         imports,
@@ -364,12 +372,23 @@ def _usage(config: Config, name: str, whole: bool) -> str:
         f"{'clip' if frames else 'image'} = pipeline(",
         '    "a red bicycle leaning against a yellow wall",',
         f"    height={height}, width={width}, num_inference_steps={config.eval.num_steps},",
-        f"    guidance_scale={config.rollout.guidance_scale:g},",
-        *guided,
+        *(f"    {argument}={_python(value)}," for argument, value in arguments.items()),
         *(f"    num_frames={count}," for count in frames),
         ").frames[0]" if frames else ").images[0]",
     ]
     return _code("\n".join(lines), "python")
+
+
+def _python(value: Any) -> str:
+    """Returns a number, a text or None as it stands in a program in Python.
+
+    Args:
+        value: The value. A text has no quotes. A float that is an integer is written without a
+            decimal point.
+    """
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
 def _scores(run: Path, config: Config, iteration: int) -> str:
@@ -504,7 +523,14 @@ def finished_after(run: Path) -> int | None:
     return iteration if isinstance(iteration, int) else None
 
 
-def add_card(folder: Path, run: Path, config: Config, name: str, export: Mapping[str, Any]) -> None:
+def add_card(
+    folder: Path,
+    run: Path,
+    config: Config,
+    name: str,
+    export: Mapping[str, Any],
+    pipeline: type[Pipeline],
+) -> None:
     """Adds the model card to a folder with exported weights, and the run's image if there is one.
 
     The image, which compares the models before and after training, is from the end of the run, so
@@ -518,6 +544,7 @@ def add_card(folder: Path, run: Path, config: Config, name: str, export: Mapping
         name: The repository that the card is for, OWNER/NAME.
         export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
             number of arrays) if parameters are trained in full.
+        pipeline: The class of the base model's pipeline.
 
     Raises:
         RunError: If the disk refuses.
@@ -527,7 +554,7 @@ def add_card(folder: Path, run: Path, config: Config, name: str, export: Mapping
     if has_image:
         with files.disk_errors_as_run_errors(folder / IMAGE):
             files.atomic_write(folder / IMAGE, source.read_bytes())
-    card = model_card(run, config, name, export, has_image=has_image)
+    card = model_card(run, config, name, export, pipeline, has_image=has_image)
     files.atomic_write(folder / "README.md", card)
 
 

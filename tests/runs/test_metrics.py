@@ -103,11 +103,20 @@ def test_a_damaged_record_is_set_aside_and_goes_on_with_the_rows_that_can_be_rea
 LONG = b'{"iteration": 1, "a": [' + 10**6 * b"[]," + b"1]}"
 
 
-@pytest.mark.parametrize(
-    ("row", "count"), [(b'{"iteration": 1}', 10**6), (LONG, 1)], ids=["rows", "a row"]
-)
-def test_a_record_that_would_fill_the_memory_is_not_read(row, count, tmp_path, monkeypatch):
-    (tmp_path / "metrics.jsonl").write_bytes(count * (row + b"\n"))
+@pytest.mark.parametrize("limit", ["MAX_ROWS", "MAX_BYTES"])
+def test_a_record_that_would_fill_the_memory_is_refused_and_stays(limit, tmp_path, monkeypatch):
+    record = tmp_path / "metrics.jsonl"
+    record.write_text('{"iteration": 1}\n' * 30)
+    monkeypatch.setattr(metrics, limit, 20)
+    for read in (metrics.read, lambda folder: Metrics(folder, resume_after=99).__enter__()):
+        with pytest.raises(InputError, match=r"metrics\.jsonl: has more than .* rows, the most"):
+            read(tmp_path)
+    assert record.read_text() == '{"iteration": 1}\n' * 30
+    assert list(tmp_path.iterdir()) == [record]
+
+
+def test_a_row_that_would_fill_the_memory_is_not_read(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_bytes(LONG + b"\n")
     parsed = []
     monkeypatch.setattr(metrics, "parse_json", lambda line: parsed.append(line) or json.loads(line))
     assert metrics.read(tmp_path) == []

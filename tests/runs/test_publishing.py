@@ -1,19 +1,25 @@
 """Publishing a run: the folder with its model card, and the upload."""
 
+import inspect
 import json
 import os
 import shutil
 import subprocess
 import sys
 
+import diffusers
 import pytest
 import yaml
 
 import solrl_jax as solrl
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
+from solrl_jax.models.flux.pipeline import FluxPipeline
+from solrl_jax.models.registry import PIPELINES
+from solrl_jax.models.wan.pipeline import WanPipeline
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.runs import model_card
+from solrl_jax.storage.hub import CARRIED
 from tests.hub_server import serve
 
 LORA = "pytorch_lora_weights.safetensors"
@@ -170,15 +176,37 @@ def test_absolute_paths_do_not_leave_the_machine(tmp_path):
 def test_the_example_guides_as_the_run_does(scale, said):
     """By classifier-free guidance too, for models that embed the scale of their own guidance."""
     config = resolve("flux1_sol_rl_hpsv2", (f"rollout.true_cfg_scale={scale}",))
-    example = model_card._usage(config, "someone/lora", whole=False)
+    example = model_card._usage(config, "someone/lora", FluxPipeline, whole=False)
     assert "    guidance_scale=1,\n" in example
-    assert ('    true_cfg_scale=4, negative_prompt="",\n' in example) is said
+    assert ('    true_cfg_scale=4,\n    negative_prompt="",\n' in example) is said
     compile(example.split("```")[1].removeprefix("python"), "example", "exec")
+
+
+@pytest.mark.parametrize(
+    ("model", "scale", "said"),
+    [
+        ("zimage", 1, ["guidance_scale=0,"]),  # it guides by 1 plus its scale
+        ("zimage", 5, ["guidance_scale=4,"]),
+        ("qwen-image", 1, []),  # it has no embedded guidance to set
+        ("qwen-image", 4, ["true_cfg_scale=4,", 'negative_prompt="",']),
+        ("sana", 1, ["guidance_scale=1,", "complex_human_instruction=None,"]),
+    ],
+)
+def test_the_example_has_the_arguments_of_its_pipeline_in_diffusers(model, scale, said):
+    config = resolve(f"{model}_sol_rl_pickscore", (f"rollout.guidance_scale={scale}",))
+    released = CARRIED / config.model.path / "model_index.json"
+    kind = PIPELINES[json.loads(released.read_text())["_class_name"]]
+    example = model_card._usage(config, "someone/lora", kind, whole=False)
+    lines = [line.strip() for line in example.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("height="))
+    assert lines[start + 1 : lines.index(").images[0]")] == said
+    accepted = inspect.signature(getattr(diffusers, kind.kind).__call__).parameters
+    assert all(argument.split("=")[0] in accepted for argument in said)
 
 
 def test_the_example_of_a_model_of_clips_makes_a_clip():
     config = resolve("wan-2.1-1.3b_sol_rl_pickscore")
-    example = model_card._usage(config, "someone/lora", whole=False)
+    example = model_card._usage(config, "someone/lora", WanPipeline, whole=False)
     assert "clip = pipeline(" in example
     assert "height=480, width=832, num_inference_steps=20," in example
     assert "    num_frames=41,\n).frames[0]" in example

@@ -5,6 +5,7 @@
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -68,6 +69,18 @@ class QwenImagePipeline(Pipeline):
 
     kind = "QwenImagePipeline"
     pipeline_sigmas = True
+
+    @classmethod
+    def diffusers_guidance(cls, guidance_scale: float, true_cfg_scale: float) -> dict[str, Any]:
+        """Returns arguments with which diffusers' pipeline guides as a run does.
+
+        Args:
+            guidance_scale: `rollout.guidance_scale` of the run, the `true_cfg_scale` of diffusers.
+            true_cfg_scale: ignored, always 1.
+        """
+        if guidance_scale <= 1:
+            return {}  # diffusers does not guide without a negative prompt
+        return {"true_cfg_scale": guidance_scale, "negative_prompt": ""}
 
     def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `Qwen/Qwen-Image`. No weight is read.

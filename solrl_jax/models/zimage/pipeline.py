@@ -7,6 +7,7 @@ here.
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import Array
 
@@ -42,6 +43,16 @@ class ZImagePipeline(Pipeline):
 
     kind = "ZImagePipeline"
     pipeline_sigmas = True
+
+    @classmethod
+    def diffusers_guidance(cls, guidance_scale: float, true_cfg_scale: float) -> dict[str, Any]:
+        """Returns arguments with which diffusers' pipeline guides as a run does.
+
+        Args:
+            guidance_scale: `rollout.guidance_scale` of the run, 1 + s for the scale s of diffusers.
+            true_cfg_scale: ignored, always 1.
+        """
+        return {"guidance_scale": max(guidance_scale - 1, 0.0)}
 
     def __init__(self, folder: Path, gradient_checkpointing: str = "none"):
         """Opens a directory in the layout of `Tongyi-MAI/Z-Image`. No weight is read.
