@@ -99,10 +99,17 @@ def command(
         raise InputError(f"drop={drop}: only with --sensitivity, whose proposal it limits")
     needs_rewards = sensitivity is not None
     config, run = read_target(target, overrides, None, trust=trust or not needs_rewards)
+    device = first_device_info()
+    form = resolve_format(config.rollout.explore.precision, device)
     if sensitivity is not None:
         available = len(load_prompt_sets(config)[1])
         if sensitivity > available:
             raise InputError(f"sensitivity={sensitivity}: there are {available} held-out prompts")
+        if form.quantize is None:
+            raise InputError(
+                f"rollout.explore.precision={config.rollout.explore.precision}: quantizes nothing "
+                "here; --sensitivity needs nvfp4, fp8 or int8"
+            )
         experiment, adapters, _ = api.open_policy(target, *overrides, trust=trust)
         with bar(None, "sensitivity") as progress:
 
@@ -119,8 +126,6 @@ def command(
         finish(summary, as_json, format_table(exact, groups, skip))
         return
 
-    device = first_device_info()
-    form = resolve_format(config.rollout.explore.precision, device)
     pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     shapes = pipeline.transformer.abstract_params(DTYPES[config.rollout.precision])
     with in_one_line():

@@ -11,6 +11,7 @@ import ctypes
 import itertools
 import logging
 import os
+import select
 import signal
 import socket
 import time
@@ -34,6 +35,7 @@ MOST = 4096  # processes
 HEARTBEAT = 30  # a process without a heartbeat for so long counts as dead, and the others end
 START = 300  # all processes must join within this time
 ANSWER = 5  # a process that connects must send its number within this time
+OUTCOME = b"solrl: "  # how an answer of the first process in the roll call begins
 END = 15  # how long a process that ends waits for the others
 
 
@@ -156,7 +158,9 @@ def _collect_reports(count: int, port: int, end: float) -> str:
     """Waits for all other processes to connect, and sends them the outcome. This is the first
     process's part of `roll_call`.
 
-    Connections that do not send the number of a process within 5 seconds (`ANSWER`) are ignored.
+    Connections that do not send the number of a process within 5 seconds (`ANSWER`) are ignored. A
+    process that connects anew, because it was started again, takes the place of its connection that
+    has ended.
 
     Args:
         count: The number of processes of the run, this one included.
@@ -170,8 +174,7 @@ def _collect_reports(count: int, port: int, end: float) -> str:
     Raises:
         InputError: If the port cannot be opened.
     """
-    connected: list[socket.socket] = []
-    numbers: set[int] = set()
+    connected: dict[int, socket.socket] = {}
     problem = ""
     with contextlib.ExitStack() as stack:
         try:
@@ -184,13 +187,13 @@ def _collect_reports(count: int, port: int, end: float) -> str:
             raise InputError(
                 f"coordinator: port {port} cannot be opened ({error.strerror})"
             ) from error
-        while len(numbers) < count - 1 and not problem:
+        while len(connected) < count - 1 and not problem:
             server.settimeout(max(end - time.monotonic(), 0.01))
             try:
                 caller = stack.enter_context(server.accept()[0])
             except TimeoutError:
                 missing = ", ".join(
-                    str(number) for number in range(1, count) if number not in numbers
+                    str(number) for number in range(1, count) if number not in connected
                 )
                 problem = f"process {missing} not there after {START} seconds"
                 break
@@ -199,21 +202,46 @@ def _collect_reports(count: int, port: int, end: float) -> str:
                 number = int(caller.recv(16))
                 if not 1 <= number < count:
                     raise ValueError
-                if number in numbers:
+                if number in connected and not _has_ended(connected[number]):
                     problem = f"two processes are host={number}"
-                numbers.add(number)
-                connected.append(caller)
-        for caller in connected:
-            with contextlib.suppress(OSError):
-                caller.sendall(problem.encode() + b"\n")
+                    _send_outcome(caller, problem)
+                else:
+                    connected[number] = caller
+        for caller in connected.values():
+            _send_outcome(caller, problem)
     return problem
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Whether the other side of a connection has closed it. Does not wait.
+
+    Args:
+        connection: The connection, over which nothing more is sent.
+    """
+    readable, _, _ = select.select([connection], [], [], 0)
+    try:
+        return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""
+    except OSError:
+        return True
+
+
+def _send_outcome(connection: socket.socket, problem: str) -> None:
+    """Sends the outcome of the roll call to a process. A connection that has ended is no error.
+
+    Args:
+        connection: The connection to the process.
+        problem: The problem; "" if all processes have connected.
+    """
+    with contextlib.suppress(OSError):
+        connection.sendall(OUTCOME + problem.encode() + b"\n")
 
 
 def _report_to_first(mine: int, address: tuple[str, int], end: float) -> str:
     """Connects to the first process, and waits for the outcome. This is the part of `roll_call` of
     all processes but the first.
 
-    It tries every 0.2 seconds until the first process listens, whose host name need not exist yet.
+    It tries every 0.2 seconds until the first process answers, whose host name need not exist yet.
+    Answers of another program at this port are ignored.
 
     Args:
         mine: The number of this process, which is sent as decimal digits.
@@ -230,13 +258,15 @@ def _report_to_first(mine: int, address: tuple[str, int], end: float) -> str:
             with socket.create_connection(address, timeout=left) as first:
                 first.sendall(str(mine).encode())
                 first.settimeout(left + ANSWER)
-                if answer := first.recv(1000):
-                    return answer.decode().strip()
+                answer = first.recv(1000)
+                if answer.startswith(OUTCOME):
+                    return answer.removeprefix(OUTCOME).decode().strip()
+                why = " (another program, or an earlier start, listens on its port)"
         except OSError as error:
             # It does not listen yet. Its name may not exist either, because some clusters create it
             # when the process starts.
             why = f" ({error.strerror or error})"
-            time.sleep(min(0.2, left))
+        time.sleep(min(0.2, left))
     return f"process 0 not there after {START} seconds{why}"
 
 

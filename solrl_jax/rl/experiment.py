@@ -705,10 +705,19 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         others.
 
     Raises:
-        InputError: If there are too few devices, or `mesh.data` is -1 and some would be left over.
+        InputError: If there are too few devices, `mesh.data` is -1 and some would be left over, or
+            `devices` is None and a process of the run has none in the mesh.
     """
     with in_one_line():
-        return sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+        mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
+    idle = set(range(jax.process_count())) - {d.process_index for d in mesh.devices.flat}
+    if idle and devices is None:
+        sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in mesh.shape.items())
+        raise InputError(
+            f"{sizes}: leaves process {', '.join(map(str, sorted(idle)))} without a device; start "
+            "fewer processes, or use all devices"
+        )
+    return mesh
 
 
 def fresh_state(experiment: Experiment) -> TrainState:

@@ -78,7 +78,8 @@ def sweep(
         explore: Names of sets of exploration options, files in `configs/explore/`, e.g. "paper" and
             "best". Empty: the exploration options of `config` alone.
         formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4".
-            "auto" stands for the best one of this device. Empty: that of each set.
+            "auto" stands for the best one of this device. Empty: that of each set. Formats that
+            quantize nothing become `rollout.precision`, in which they run.
         steps: Numbers of exploration steps, from 1 to 1000. Empty: that of each set.
 
     Returns:
@@ -108,7 +109,12 @@ def sweep(
         for number in steps:
             # Raises the error that a run with this number of steps would raise.
             override(chosen, (f"rollout.explore.num_steps={number}",))
-        names = [resolve_format(name, device).name for name in formats or [default.precision]]
+        chosen_formats = [resolve_format(name, device) for name in formats or [default.precision]]
+        # What is not quantized runs in the training precision, whatever its name says.
+        names = [
+            config.rollout.precision if form.quantize is None else form.name
+            for form in chosen_formats
+        ]
         settings += [
             ExplorationSetting(name, int(number), option_set)
             for name, number in itertools.product(

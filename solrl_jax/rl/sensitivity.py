@@ -70,7 +70,8 @@ def measure(
     alone.
 
     The `rollout.candidates` candidates of each of some test prompts are regenerated, explored with
-    nothing quantized, and explored once per group with the configured format; exploration options
+    nothing quantized, and explored once per group with the configured format, all without FP8
+    attention; exploration options
     that measure on the base do so anew for each group. All candidates are scored by the reward that
     is trained on, and their seeds depend on `eval.seed`. Every linear layer is in a group, also
     those that the rules of `model.quantization` keep from being quantized. Encoding the prompts may
@@ -112,9 +113,16 @@ def measure(
     regeneration = experiment.sampler("regenerate", adapters, config.rollout.num_steps)
     true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
 
+    # FP8 attention would be charged to every group, but not to the exploration without quantization
+    explore = dataclasses.replace(config.rollout.explore, attention="default")
+    rollout = dataclasses.replace(config.rollout, explore=explore)
+    linear_layers_alone = dataclasses.replace(
+        experiment, config=dataclasses.replace(config, rollout=rollout)
+    )
+
     def correlation(paths: Sequence[str], precision: str) -> float:
         """Returns the mean over prompts with only `paths` quantized; NaN if all rewards tie."""
-        explorer = dataclasses.replace(experiment, quantized=tuple(paths)).explorer
+        explorer = dataclasses.replace(linear_layers_alone, quantized=tuple(paths)).explorer
         sampler = explorer.sampler(adapters, ExplorationSetting(precision, steps))
         proxy = pool_rewards(experiment, sampler, prompt_batch, seed_batch, progress)
         return rank_correlations(proxy, true).spearman

@@ -437,6 +437,11 @@ CASES = [
         kept=("{dir}",),
     ),
     Case("layers: 10^9 prompts", "layers tiny --sensitivity 1000000000", "--sensitivity"),
+    Case(
+        "layers: sensitivity to no quantization",
+        "layers tiny --sensitivity 1 rollout.explore.precision=bf16",
+        "rollout.explore.precision=bf16: quantizes nothing here",
+    ),
     Case("layers: a drop of nothing", "layers tiny --drop 0.1", "--sensitivity"),
     Case("layers: a drop below zero", "layers tiny --sensitivity 1 --drop -1", "--drop"),
     Case("layers: a drop that is no number", "layers tiny --sensitivity 1 --drop nan", "--drop"),

@@ -220,6 +220,35 @@ def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
             assert silent
 
 
+def test_a_process_that_is_started_again_takes_its_place():
+    port = free_port()
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(hosts.roll_call, 3, 0, f"localhost:{port}")
+        time.sleep(0.2)
+        with socket.create_connection(("localhost", port)) as ended:
+            ended.sendall(b"1")
+            time.sleep(0.2)
+        others = [threads.submit(hosts.roll_call, 3, i, f"localhost:{port}") for i in (1, 2)]
+        assert [process.result(5) for process in (first, *others)] == [None] * 3
+
+
+def test_an_answer_of_another_program_is_no_outcome(monkeypatch):
+    monkeypatch.setattr(hosts, "START", 1)
+    server = socket.create_server(("localhost", 0))
+    with server, ThreadPoolExecutor(1) as threads:
+
+        def answer():
+            for _ in range(2):
+                connection, _ = server.accept()
+                with connection:
+                    connection.sendall(b"\xfe\x00\r\n")
+
+        threads.submit(answer)
+        problem = r"process 0 not there after 1 seconds \((another program|timed out)"
+        with pytest.raises(RunError, match=problem):
+            hosts.roll_call(2, 1, f"localhost:{server.getsockname()[1]}")
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

@@ -185,6 +185,11 @@ def test_auto_stands_for_a_format(toy, monkeypatch):
     ]
 
 
+def test_a_format_that_quantizes_nothing_is_the_training_precision(toy):
+    """BF16 is that of `toy`, and exploring in float32 would be the same computation."""
+    assert [s.precision for s in sweep(toy.config, formats=["fp32", "bf16"])] == ["bf16"]
+
+
 @pytest.mark.parametrize(
     ("lists", "message"),
     [
