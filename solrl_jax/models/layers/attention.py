@@ -75,6 +75,7 @@ def attention(
     return _attend(q, k, v, mask, scale, bias, gradient=True)
 
 
+@jax.custom_vjp
 def attention_forward(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s kv h"],
@@ -105,27 +106,11 @@ def attention_forward(
     Raises:
         AssertionError: Under sequence parallelism, there are fewer key heads than query heads.
     """
-    return _forward_only(q, k, v, mask)
-
-
-@jax.custom_vjp
-def _forward_only(q: Array, k: Array, v: Array, mask: Mask | None) -> Array:
-    """Computes `attention_forward`. Its gradient evaluates `attention` (`_backward_pass`).
-
-    Args:
-        q: Queries [b, t, n, h].
-        k: Keys [b, s, kv, h].
-        v: Values [b, s, kv, h].
-        mask: The keys that queries attend to, as for `attention`.
-
-    Returns:
-        The attended values [b, t, n, h], in the dtype of `q`.
-    """
     return _attend(q, k, v, mask, q.shape[-1] ** -0.5, None, gradient=False)
 
 
 def _forward_pass(q, k, v, mask):
-    """Computes `_forward_only`, and keeps its operands: its forward rule for `jax.custom_vjp`.
+    """Computes `attention_forward`, and keeps its operands: its forward rule for `jax.custom_vjp`.
 
     Args:
         q: Queries [b, t, n, h].
@@ -136,11 +121,11 @@ def _forward_pass(q, k, v, mask):
     Returns:
         The attended values [b, t, n, h], and the tuple (q, k, v, mask) for `_backward_pass`.
     """
-    return _forward_only(q, k, v, mask), (q, k, v, mask)
+    return attention_forward(q, k, v, mask), (q, k, v, mask)
 
 
 def _backward_pass(operands, cotangent):
-    """Computes the gradient of `_forward_only` by evaluating `attention`: its backward rule for
+    """Computes the gradient of `attention_forward` by evaluating `attention`: its backward rule for
     `jax.custom_vjp`.
 
     Args:
@@ -155,7 +140,7 @@ def _backward_pass(operands, cotangent):
     return (*gradient(cotangent), None)
 
 
-_forward_only.defvjp(_forward_pass, _backward_pass)
+attention_forward.defvjp(_forward_pass, _backward_pass)
 
 
 def _shard_heads(x: Array) -> Array:
