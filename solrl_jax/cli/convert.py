@@ -115,8 +115,9 @@ def describe(summary: Mapping[str, Any]) -> str:
             "bytes" and, for SANA, "parameters", "ffn", "ignored" and "config".
 
     Returns:
-        Up to four lines: the key that the tensors were under, the entries that were left out (also
-        "ignored"), the SANA network, and the number and size of the tensors with the path.
+        Up to four lines: the key that the tensors were under, the entries that were left out (those
+        of "left_out" and "ignored"), the SANA network, and the number and size of the tensors with
+        the path.
     """
     lines = [f"took {summary['took']}"] if summary["took"] else []
     left_out = [*summary["left_out"], *summary.get("ignored", [])]

@@ -53,12 +53,12 @@ def command(preset: str, overrides: tuple[str, ...], as_json: bool) -> None:
 def fill_cache(
     config: Config, progress: Callable[[int], None] = lambda prompts: None
 ) -> dict[str, Any]:
-    """Encodes all training and test prompts of a configuration, each after its `model.instruction`,
-    and keeps them in its cache.
+    """Encodes all training and test prompts of a configuration and keeps them in its cache.
 
-    Also encodes the empty prompt, which guidance needs, without the instruction. Prompts that are
-    in the cache with this instruction are not encoded again. Of the model, only the text encoders
-    are loaded; it is downloaded if necessary, and so are prompt sets of the hub.
+    The text of `model.instruction`, if it is set, is put before each prompt. Also encodes the empty
+    prompt, which guidance needs, without the instruction. Prompts that are in the cache with this
+    instruction are not encoded again. Only the text encoders of the model are loaded. The model and
+    prompt sets of the hub are downloaded if necessary.
 
     Args:
         config: The configuration. `model.prompt_cache_dir` names the directory of the cache.

@@ -56,7 +56,7 @@ def command(
         preset: The name of a preset.
         overrides: Settings that differ, as `key=value`.
         device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "h200".
-        devices: The number of devices on each host; for TPUs, those of 1, 4 or 8 chips.
+        devices: The number of devices on each host; for TPUs, the devices of 1, 4 or 8 chips.
         hosts: The number of hosts that train together, at least 1.
         hlo: A directory for the compiled programs as text, which is created if necessary; None:
             they are not written.

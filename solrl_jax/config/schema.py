@@ -771,8 +771,8 @@ class Mesh(Section):
 
     Attributes:
         data: The number of devices along the axis whose devices have different samples and the same
-            parameters. At least 1 (devices that the mesh does not need stay unused), or -1 for all
-            devices that the other axes leave.
+            parameters. At least 1 (devices that the mesh does not need stay unused, but each
+            process must have one in it), or -1 for all devices that the other axes leave.
         fsdp: The number of devices along the axis whose devices have different samples and share
             the parameters (fully sharded data parallelism), at least 1.
         tensor: The number of devices along the axis whose devices share each matmul (tensor

@@ -209,9 +209,9 @@ def shared_noise(
     one, along the same Brownian path.
 
     A coarse step sums the noise that the full schedule adds between the same sigmas, scaled to
-    variance 1; a full step that it covers in part counts with that fraction of its length (not its
-    square root). One seed then follows the same path on both schedules. On the full schedule
-    itself, every step has its own draw.
+    variance 1. The noise of a full step that it covers in part is weighted by the covered fraction
+    (not by its square root). One seed then follows the same path on both schedules. On the full
+    schedule itself, every step has its own draw.
 
     Args:
         sigmas: The sigmas of the coarse schedule, decreasing, including the final 0.

@@ -201,10 +201,9 @@ class Pipeline(abc.ABC):
 
     @classmethod
     def diffusers_guidance(cls, guidance_scale: float, true_cfg_scale: float) -> dict[str, Any]:
-        """Returns arguments with which diffusers' pipeline guides, and conditions on a prompt, as a
-        run does.
+        """Returns the arguments with which the pipeline of diffusers guides as a run does.
 
-        A model whose pipeline in diffusers differs overrides it.
+        Models whose pipeline in diffusers takes other arguments override this method.
 
         Args:
             guidance_scale: `rollout.guidance_scale` of the run.

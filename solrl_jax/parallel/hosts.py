@@ -216,9 +216,11 @@ def _has_ended(connection: socket.socket) -> bool:
     """Whether the other side of a connection has closed it. Does not wait.
 
     Args:
-        connection: The connection, over which nothing more is sent.
+        connection: The connection, from which all data that the other side sent was read.
     """
-    readable, _, _ = select.select([connection], [], [], 0)
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    readable = poller.poll(0)
     try:
         return bool(readable) and connection.recv(1, socket.MSG_PEEK) == b""
     except OSError:

@@ -24,7 +24,7 @@ from solrl_jax.models.text_encoders.encode import TextEncoders
 from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import DeviceInfo, scoring_dtypes
 from solrl_jax.rewards.protocol import Reward
-from solrl_jax.rewards.registry import open_rewards
+from solrl_jax.rewards.registry import open_rewards, reward_names
 from solrl_jax.rewards.sources import CARRIED
 from solrl_jax.rl.experiment import (
     Experiment,
@@ -184,7 +184,15 @@ def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Rewa
             whole clips while the model makes images, or has no gradient although the objective
             trains on it.
     """
-    settings = dataclasses.replace(config.reward, paths=CARRIED, eval_only=())
+    ranking = config.rollout.explore.reward or {}
+    ignored = {*reward_names((*config.reward.eval_only, *ranking))}
+    ignored -= {*reward_names(config.reward.weights)}
+    settings = dataclasses.replace(
+        config.reward,
+        paths=CARRIED,
+        eval_only=(),
+        options={k: v for k, v in config.reward.options.items() if k not in ignored},
+    )
     gradients_for = reward_gradients_for(config)
     opened_rewards = open_rewards(settings, reward_dtype, None, gradients_for)
     opened_rewards.check_sizes(training_sizes(config))

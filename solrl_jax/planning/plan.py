@@ -463,8 +463,10 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
         all_steps = steps / (steps - planner.phases.continued)
         naive = sampled_batches * regeneration["roofline"]["seconds"] * all_steps
         explored_batches, regenerated_batches = planner.phases.num_batches(planner.phases.mesh.size)
-        score = seconds["score"] * explored_batches / (explored_batches + regenerated_batches)
-        iteration = figures["seconds"] - rollout - seconds["score"] + naive + score
+        # A reward of whole groups that reads latents has no programs of its own.
+        scored = seconds.get("score", 0.0)
+        score = scored * explored_batches / (explored_batches + regenerated_batches)
+        iteration = figures["seconds"] - rollout - scored + naive + score
         figures["naive_scaling"] = {"seconds": iteration, "rollout": naive}
     return figures
 

@@ -27,9 +27,9 @@ def gated_conv(
     each is rounded to the dtype of `x`.
 
     Args:
-        x: The pixels [b, n, c], row by row; c is even. On a TPU, an exact activation must be one
-            lazy part, and the first of its arrays a matmul over all c channels. That array is
-            written to memory.
+        x: The pixels [b, n, c], row by row; c is even. On a TPU, an activation without `grid` must
+            be one lazy part, and the first of its arrays a matmul over all c channels. That array
+            is written to memory.
         grid: The number of rows and of columns of the n pixels (of this device, under sequence
             parallelism); their product is n.
         kernel: The filters [3, 3, 1, c] of the convolution, which has stride 1 and zero padding.
@@ -39,11 +39,11 @@ def gated_conv(
         The gated pixels [b, n, c / 2] in the dtype of `x`.
 
     Raises:
-        ValueError: On a TPU, if `x` is exact and has several parts, as after
+        ValueError: On a TPU, if `x` has no `grid` and several parts, as after
             `LazyActivation.concat`.
     """
-    # a quantized matmul on a TPU writes images already (`LazyActivation.grid`)
-    if compile_target.platform() == "tpu" and x.exact:
+    # A matmul in INT8 on a TPU writes images already (`LazyActivation.grid`).
+    if compile_target.platform() == "tpu" and x.grid is None:
         x = _materialize_matmul(x, grid)
     value = x.value
     images = value.reshape(len(value), *grid, -1)

@@ -78,7 +78,8 @@ class INT8Tensor(QuantizedWithInput):
             preferred_element_type=jnp.int32,
         )
         y = (sums.astype(jnp.float32) * scales * self.scales).astype(x.dtype).reshape(shape)
-        return LazyActivation.from_array(tensor_parallel.gather_axis(y), exact=False)
+        result = LazyActivation.from_array(tensor_parallel.gather_axis(y), exact=False)
+        return dataclasses.replace(result, grid=x.grid)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
         """Returns the matrix that the leaf represents, the codes times their scales: [..., in, out]

@@ -138,9 +138,9 @@ class LazyActivation:
             function with the arrays that it is computed from. Usually there is one.
         dtype: The dtype of the activation once it is materialized.
         grid: The number of rows and of columns of pixels if the s rows are the pixels of an image,
-            row by row, and a convolution follows; otherwise None. Read by matmuls in INT8 on TPUs,
-            which then write images. It does not change values, and results of `map`, `combine` and
-            the others do not have it.
+            row by row, and a convolution follows; otherwise None. It does not change values. A
+            matmul in INT8 on a TPU then writes images, and its result has the grid too; the results
+            of other matmuls, of `combine` and of `concat` do not.
     """
 
     parts: tuple[LazyPart, ...]
@@ -195,7 +195,7 @@ class LazyActivation:
             return f(part.function(*arrays[:count]), *arrays[count:])
 
         mapped = dataclasses.replace(part, function=function, arrays=(*part.arrays, *more))
-        return LazyActivation((mapped,), self.dtype)
+        return dataclasses.replace(self, parts=(mapped,))
 
     def combine(
         self, f: Callable[[Array, Array], Array], other: "LazyActivation"

@@ -274,8 +274,8 @@ class HostScoring:
     image, returns all scores. The prompts of the whole series are given at the start. Each reward
     scores every image.
 
-    Use `scoring`, which yields one: if the caller raises, it drops the running calls and ends the
-    worker processes.
+    Use `open_scoring`, which yields one: if the caller raises, it drops the running calls and ends
+    the worker processes.
 
     Attributes:
         failed: By the name of every reward, the number of images that have no score so far because

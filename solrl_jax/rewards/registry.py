@@ -299,11 +299,11 @@ def open_rewards(
             the rewards in `settings.weights` must have one. None: they need not.
 
     Returns:
-        The opened rewards, with the first three arguments: by name, a `Reward` or `HostReward` for
-        each reward that a score in `settings.weights`, `settings.eval_only` or `explore` belongs
-        to. A name decides its kind: "judge" and "judge-NAME" are judges, other names in `REWARDS`
-        rewards of the package, "http://..." and "https://..." services, and any other name a user's
-        function ("module:function") or an entry point of an installed package.
+        The opened rewards with the first three arguments. By name, they have a `Reward` or
+        `HostReward` for each reward that a score in `settings.weights`, `settings.eval_only` or
+        `explore` belongs to. A name decides its kind: "judge" and "judge-NAME" are judges, other
+        names in `REWARDS` rewards of the package, "http://..." and "https://..." services, and any
+        other name a user's function ("module:function") or an entry point of an installed package.
 
     Raises:
         InputError: If a reward cannot be opened: its name is unknown, its options are not accepted,
@@ -507,9 +507,10 @@ def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
         several.
 
     Raises:
-        InputError: If an option is missing, unknown or not accepted, if the question cannot be
-            read, if the package openai or httpx2 is not installed, or if the directory of the cache
-            is a file or needs a home directory that the user does not have.
+        InputError: If an option is missing, unknown or not accepted, if fewer requests at once are
+            allowed than there are workers, if the question cannot be read, if the package openai or
+            httpx2 is not installed, or if the directory of the cache is a file or needs a home
+            directory that the user does not have.
         PermissionError: If a parent of that directory may not be searched.
     """
     missing = [package for package in ("openai", "httpx2") if not find_spec(package)]
@@ -518,10 +519,16 @@ def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
             f"reward '{name}' needs {', '.join(missing)}: pip install 'solrl_jax[judge]'"
         )
     judge = open_judge(name, options)
+    concurrency = judge.settings.concurrency
+    if concurrency < workers:
+        raise InputError(
+            f"reward.options.{name}.concurrency={concurrency}: must be at least "
+            f"reward.workers={workers}, because each worker process has a request of its own"
+        )
     cache_directory(judge.settings.cache, "judge", f"reward.options.{name}.cache")
     arguments = {
         "options": judge.to_json(),
-        "concurrency": max(judge.settings.concurrency // workers, 1),
+        "concurrency": concurrency // workers,
     }
     function = "compare" if judge.compares else "judge"
     target = f"solrl_jax.rewards.judge.reward:{function}"

@@ -710,14 +710,28 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
     """
     with in_one_line():
         mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
-    idle = set(range(jax.process_count())) - {d.process_index for d in mesh.devices.flat}
-    if idle and devices is None:
+    if devices is None:
+        check_processes(mesh, jax.process_count())
+    return mesh
+
+
+def check_processes(mesh: Mesh, count: int) -> None:
+    """Checks that each process of a run has a device in the mesh.
+
+    Args:
+        mesh: The mesh.
+        count: The number of processes.
+
+    Raises:
+        InputError: If a process has none.
+    """
+    idle = set(range(count)) - {device.process_index for device in mesh.devices.flat}
+    if idle:
         sizes = ", ".join(f"mesh.{axis}={size}" for axis, size in mesh.shape.items())
         raise InputError(
             f"{sizes}: leaves process {', '.join(map(str, sorted(idle)))} without a device; start "
             "fewer processes, or use all devices"
         )
-    return mesh
 
 
 def fresh_state(experiment: Experiment) -> TrainState:

@@ -71,12 +71,11 @@ def measure(
 
     The `rollout.candidates` candidates of each of some test prompts are regenerated, explored with
     nothing quantized, and explored once per group with the configured format, all without FP8
-    attention; exploration options
-    that measure on the base do so anew for each group. All candidates are scored by the reward that
-    is trained on, and their seeds depend on `eval.seed`. Every linear layer is in a group, also
-    those that the rules of `model.quantization` keep from being quantized. Encoding the prompts may
-    load text encoders and write to the cache of prompts. Every process of a run must call it with
-    the same arguments.
+    attention. Exploration options that measure on the base do so anew for each group. All
+    candidates are scored by the reward that is trained on, and their seeds depend on `eval.seed`.
+    Every linear layer is in a group, also those that the rules of `model.quantization` keep from
+    being quantized. Encoding the prompts may load text encoders and write to the cache of prompts.
+    Every process of a run must call it with the same arguments.
 
     Args:
         experiment: The run, with the format, the number of steps and the options of

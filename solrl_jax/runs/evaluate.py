@@ -1,6 +1,7 @@
 """Evaluates a policy on held-out prompts, with fixed seeds and in the training precision."""
 
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -93,7 +94,8 @@ def evaluate(
     """
     config = experiment.config.eval
     prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
-    samples = _generate(experiment, adapters, prompts, seeds, progress)
+    reward = experiment.evaluation_reward
+    samples = _generate(experiment, adapters, prompts, seeds, progress, reward=reward)
     scores = {name: s.reshape(config.num_prompts, -1) for name, s in samples.scores.items()}
     means = {}
     errors = {}
@@ -416,7 +418,7 @@ def pool_images(
             sampler,
             prepared,
             seed_batch,
-            reward,
+            _without_requests(reward),
             keep_images=True,
         )
         return ImageGrid.from_samples(prompts[:num_prompts], samples)
@@ -511,7 +513,14 @@ def _generate_grid(
             a row (RewardError); if the disk refuses the cache of prompts, or if another process
             gives no answer.
     """
-    samples = _generate(experiment, adapters, prompts, seeds, keep_images=True)
+    samples = _generate(
+        experiment,
+        adapters,
+        prompts,
+        seeds,
+        reward=_without_requests(experiment.evaluation_reward),
+        keep_images=True,
+    )
     return ImageGrid.from_samples(prompts, samples)
 
 
@@ -521,6 +530,8 @@ def _generate(
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
     progress: Progress = _no_progress,
+    *,
+    reward: Reward | None,
     keep_images: bool = False,
 ) -> Samples:
     """Generates and scores evaluation images, without noise in the solver.
@@ -535,6 +546,7 @@ def _generate(
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
         progress: Called with the number of images of each batch when it has been queued on the
             devices.
+        reward: The reward that scores them: `evaluation_reward`, a part of it, or None.
         keep_images: Whether the images are returned. Otherwise `Samples.images` is None.
 
     Returns:
@@ -549,16 +561,41 @@ def _generate(
             gives no answer.
     """
     config = experiment.config
-    reward = experiment.evaluation_reward
     sampler = experiment.with_size(evaluation_size(config)).sampler(
         "evaluate", adapters, config.eval.num_steps, noise_start=None
     )
     return generate(
         experiment.backbone,
         sampler,
-        experiment.encode_prompts(prompts, reward),
+        experiment.encode_prompts(prompts, experiment.evaluation_reward),
         SeedBatch.from_seeds(seeds),
         reward,
         keep_images=keep_images,
         progress=progress,
     )
+
+
+@functools.lru_cache(maxsize=8)  # programs are compiled anew for another object
+def _without_requests(reward: Reward) -> Reward | None:
+    """Reduces a reward to what the marks of an image grid need.
+
+    Images of a grid are shown, and their scores are not recorded. So judges, services and other
+    rewards outside JAX that say nothing strict are not asked, which costs money and can fail.
+
+    Args:
+        reward: The reward of a run or of its evaluation.
+
+    Returns:
+        The same reward if all of it is inside JAX. Otherwise a reward with those outside JAX alone
+        that have a score "strict"; None if nothing is left.
+    """
+    if reward.host is None and reward.group is None:
+        return reward
+    outside = () if reward.host is None else reward.host.rewards
+    strict = tuple(one for one in outside if "strict" in (one.others or ()))
+    host = None
+    if reward.host is not None and strict:
+        host = dataclasses.replace(reward.host, rewards=strict)
+    if host is None and reward.score is None:
+        return None
+    return dataclasses.replace(reward, host=host, group=None)

@@ -47,8 +47,8 @@ _WANDB_ID = "wandb-id.txt"
 def read(run_dir: RunPath) -> list[dict[str, Any]]:
     """Reads the rows of a run's `metrics.jsonl`, in order.
 
-    Damaged lines are left out, and so is an incomplete last line, which the run may be writing. No
-    error is raised for a file that cannot be read.
+    Damaged lines are left out, and so is an incomplete last line, which the run may be writing. A
+    file that cannot be read counts as one without rows.
 
     Args:
         run_dir: The run directory.

@@ -380,7 +380,7 @@ def _usage(config: Config, name: str, pipeline: type[Pipeline], whole: bool) -> 
 
 
 def _python(value: Any) -> str:
-    """Returns a number, a text or None as it stands in a program in Python.
+    """Formats a number, a text or None as Python source.
 
     Args:
         value: The value. A text has no quotes. A float that is an integer is written without a

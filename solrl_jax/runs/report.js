@@ -158,16 +158,17 @@ function curves(id, title, note, ...before) {
   if (drawn.length) section(id, title, note, ...before, names(), h("div", {class: "curves"}, drawn.map(curve)));
 }
 
-const PHASES = {encode: 35, sync: 55, explore: 100, regenerate: 70, update: 20};  // and their shades, % of the accent
+const PHASES = {encode: 35, sync: 55, explore: 100, regenerate: 70, targets: 45, update: 20};  // and their shades, % of the accent
 /** The median seconds of each phase as one bar per run, all on one scale. */
 function phases() {
-  const seconds = runs.map(run => Object.keys(PHASES).map(phase => typical(run, `seconds/${phase}`) || 0));
+  const recorded = Object.keys(PHASES).filter(phase => runs.some(run => typical(run, `seconds/${phase}`)));
+  const seconds = runs.map(run => recorded.map(phase => typical(run, `seconds/${phase}`) || 0));
   const longest = Math.max(...seconds.map(sum)) || 1;
   const shade = phase => `--color: color-mix(in srgb, var(--accent) ${PHASES[phase]}%, var(--paper))`;
   return h("div", {class: "phases"}, runs.map((run, r) => {
-    const bars = Object.keys(PHASES).map((phase, i) => h("span", {style: `flex: ${seconds[r][i]} 0 0; ${shade(phase)}`}));
+    const bars = recorded.map((phase, i) => h("span", {style: `flex: ${seconds[r][i]} 0 0; ${shade(phase)}`}));
     const share = s => Math.round(100 * s / (sum(seconds[r]) || 1));
-    const said = Object.keys(PHASES).map((phase, i) =>
+    const said = recorded.map((phase, i) =>
       h("li", {style: shade(phase)}, `${phase} ${number(seconds[r][i])} s, ${share(seconds[r][i])} %`));
     const bar = h("div", {class: "bar", "aria-hidden": "true", style: `width: ${100 * sum(seconds[r]) / longest}%`}, bars);
     return [one ? null : h("h3", {}, run.name), bar, h("ul", {class: "key"}, said)];

@@ -618,12 +618,15 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
     scores = dict.fromkeys(
         key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]
     )
-    watched = [name for run in runs for name in run["watched"]]
     for key in scores:
         name = key.removeprefix("eval/")
-        if all(run["trained"] == [name] for run in runs if key in run["metrics"]):
+        having = [run for run in runs if key in run["metrics"]]
+        if all(run["trained"] == [name] for run in having):
             continue
-        if any(name == other or name.startswith(f"{other}/") for other in watched):
+        if all(
+            any(name == other or name.startswith(f"{other}/") for other in run["watched"])
+            for run in having
+        ):
             title = f"{name}, watched only"
         elif name == "reward":
             title = "Held-out reward, trained on"

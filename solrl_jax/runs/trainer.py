@@ -631,8 +631,8 @@ def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
         this: The run, after the iteration.
         row: The metrics of the iteration by name, from which the message names the first phase
             without finite values ("kept/spread" and "pool/reward" may be NaN, "unusable_prompts"
-            may be the number of all, and "skipped_micro_batches" tells a loss from a gradient of
-            the reward).
+            may be the number of all prompts, and "skipped_micro_batches" tells a loss from a
+            gradient of the reward).
         failures: The number of iterations in a row, up to this one, from which nothing could be
             learned. Three (`MAX_FAILED_ITERATIONS`) end the run; after its last iteration, one
             does.
@@ -920,7 +920,8 @@ def _summary(this: _Run, interrupted: bool, saved: bool) -> dict[str, Any]:
     One process calls it.
 
     Args:
-        this: The run. Evaluations are read from its `metrics.jsonl` on the disk.
+        this: The run. Its metrics have the evaluations; processes other than the first read them
+            from `metrics.jsonl`.
         interrupted: Whether the run was stopped before its end.
         saved: What "saved" becomes: the result of `_save_after_stop`, or True without a stop.
 
@@ -930,7 +931,11 @@ def _summary(this: _Run, interrupted: bool, saved: bool) -> dict[str, Any]:
         are trained without an adapter), and "before" and "after": the first and the last recorded
         evaluation, each a dict of values by name, e.g. "eval/reward" ({} if there is none).
     """
-    rows = [row for row in read_metrics(this.folder) if "eval/reward" in row] or [{}]
+    recorded = this.metrics.rows
+    if not recorded:  # as in all processes but the first
+        with contextlib.suppress(InputError):  # too large
+            recorded = read_metrics(this.folder)
+    rows = [row for row in recorded if "eval/reward" in row] or [{}]
 
     def scores(row: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in row.items() if name.startswith("eval/")}

@@ -199,7 +199,7 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     return Prices(
         f"{config.model.name}-{plan['device']}",
         network,
-        seconds["score"] / (pool + kept),
+        seconds.get("score", 0.0) / (pool + kept),
         trained,
         seconds.get("sync", 0.0),
         differentiated,

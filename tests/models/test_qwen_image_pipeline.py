@@ -49,7 +49,7 @@ def test_a_directory_says_what_it_is(opened):
     folder, reference = opened
     pipeline = open_pipeline(folder)
     assert (pipeline.kind, pipeline.folder) == ("QwenImagePipeline", folder)
-    assert (pipeline.default_size, pipeline.default_max_tokens) == ((256, 256), 1024)
+    assert (pipeline.default_size, pipeline.default_max_tokens) == ((256, 256), 512)
     assert pipeline.latent_shape(32, 64) == (16, 32, KL_CHANNELS)
     assert pipeline.image_tokens(32, 64) == 8 * 16
     assert not pipeline.embedded_guidance

@@ -11,7 +11,7 @@ import pytest
 from solrl_jax.errors import InputError
 from solrl_jax.parallel.sharding import make_mesh, parameter_sharding
 from solrl_jax.rl import experiment as experiments
-from solrl_jax.rl.experiment import fresh_state, open_mesh
+from solrl_jax.rl.experiment import check_processes, fresh_state
 from solrl_jax.rl.generate import SeedBatch, draw_noise, generate
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.trainable.trainable import flatten
@@ -255,9 +255,9 @@ def test_minus_one_takes_what_is_left():
     assert parameter_sharding(make_mesh(1, 1), {"w": np.zeros((64, 128))})["w"].is_fully_replicated
 
 
-def test_a_mesh_that_leaves_a_process_without_a_device_is_refused(monkeypatch):
-    """Its devices are those of process 0, and the process has nothing to put an array on."""
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    config = small_config("unused", "mesh.data=2")
+def test_a_mesh_that_leaves_a_process_without_a_device_is_refused():
+    """All devices here are those of process 0, so that process 1 could place no array."""
+    mesh = make_mesh(2, 1)
+    check_processes(mesh, 1)
     with pytest.raises(InputError, match=r"mesh\.data=2, .* leaves process 1 without a device"):
-        open_mesh(config)
+        check_processes(mesh, 2)

@@ -10,10 +10,11 @@ import jax
 import pytest
 
 from solrl_jax.config.presets import override, resolve
+from solrl_jax.errors import InputError
 from solrl_jax.parallel import sharding
 from solrl_jax.planning import plan as planning
 from solrl_jax.planning import topology
-from solrl_jax.planning.abstract import abstract, bytes_per_device
+from solrl_jax.planning.abstract import abstract, abstract_reward, bytes_per_device
 from solrl_jax.planning.phases import PHASES
 from solrl_jax.planning.plan import Devices, Planner, arrays
 from solrl_jax.planning.targets import TARGETS
@@ -502,3 +503,14 @@ def refused(called, message):
     assert (code, out) == (2, "")
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_options_of_rewards_that_a_plan_leaves_out_are_ignored():
+    """`train` takes them; a plan compiles the trained rewards alone."""
+    watched = ("reward.eval_only=[geneval]", "reward.options={geneval: {threshold: 0.4}}")
+    config = small_config("unused", *watched)
+    reward = abstract_reward(config, sharding.make_mesh(1, 1), jax.numpy.float32)
+    assert reward.host is None
+    misspelt = small_config("unused", "reward.options={genevel: {threshold: 0.4}}")
+    with pytest.raises(InputError, match=r"reward\.options: no reward 'genevel'"):
+        abstract_reward(misspelt, sharding.make_mesh(1, 1), jax.numpy.float32)

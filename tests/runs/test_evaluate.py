@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from solrl_jax.diffusion.seeds import prompt_uid
-from solrl_jax.rewards.protocol import Reward
+from solrl_jax.errors import RunError
+from solrl_jax.rewards.protocol import HostReward, HostRewards, Reward
 from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.generate import SeedBatch, generate
 from solrl_jax.rl.iteration import iterate
@@ -70,6 +71,32 @@ def judge(*, strict=True) -> Reward:
         )
 
     return Reward(None, lambda prompts: np.arange(len(prompts), dtype=np.int32), score)
+
+
+def outside(*others) -> Reward:
+    """The same beside a reward outside JAX that cannot be imported, which has these scores."""
+    unreachable = HostReward("paid", "no_such_module:score", {}, others, 8)
+    host = HostRewards((unreachable,), {"paid": 1.0}, 1, 5.0, skip=False)
+    return dataclasses.replace(judge(), host=host)
+
+
+def test_an_image_grid_makes_no_requests(toy):
+    """A failure of a judge would end the run, for images whose scores are not shown."""
+    paid = dataclasses.replace(toy, evaluation_reward=outside("alignment"))
+    grid = sample_grid(paid, fresh_state(toy).ema)
+    marked = sample_grid(dataclasses.replace(toy, evaluation_reward=judge()), fresh_state(toy).ema)
+    np.testing.assert_array_equal(grid.images, marked.images)
+    np.testing.assert_array_equal(grid.right, marked.right)
+    alone = dataclasses.replace(outside("alignment"), score=None)
+    unmarked = sample_grid(dataclasses.replace(toy, evaluation_reward=alone), fresh_state(toy).ema)
+    np.testing.assert_array_equal(unmarked.images, marked.images)
+    assert unmarked.right is None
+
+
+def test_an_image_grid_asks_a_reward_outside_jax_that_marks_images(toy):
+    strict = dataclasses.replace(toy, evaluation_reward=outside("strict"))
+    with pytest.raises(RunError, match=r"paid"):
+        sample_grid(strict, fresh_state(toy).ema)
 
 
 @pytest.mark.slow

@@ -942,6 +942,7 @@ class PixelNorm(nnx.Module):
             A float32 array of the shape of `x`.
         """
         x32 = x.astype(jnp.float32)
-        norm = jnp.sqrt((x32**2).sum(-1, keepdims=True))
+        # bounded before the root, whose gradient at 0 is infinite
+        norm = jnp.sqrt(jnp.maximum((x32**2).sum(-1, keepdims=True), SMALLEST_NORM**2))
         weight = self.gamma.get_value().astype(jnp.float32).reshape(-1)
-        return x32 / jnp.maximum(norm, SMALLEST_NORM) * (x.shape[-1] ** 0.5 * weight)
+        return x32 / norm * (x.shape[-1] ** 0.5 * weight)

@@ -26,6 +26,7 @@ from solrl_jax.models.text_encoders.qwen2_5_vl import Qwen2_5_VLTextConfig, open
 from solrl_jax.models.text_encoders.tokenizers import check_vocabulary, tokenize
 
 MAX_TOKENS = 1024
+DEFAULT_MAX_TOKENS = 512  # the default of diffusers
 DEFAULT_LATENT_SIDE = 128  # of images, in latent pixels; no released config has it
 # The text encoder reads each prompt within this template, and the transformer sees no token before
 # those of the prompt.
@@ -72,7 +73,7 @@ class QwenImagePipeline(Pipeline):
 
     @classmethod
     def diffusers_guidance(cls, guidance_scale: float, true_cfg_scale: float) -> dict[str, Any]:
-        """Returns arguments with which diffusers' pipeline guides as a run does.
+        """Returns the arguments with which the pipeline of diffusers guides as a run does.
 
         Args:
             guidance_scale: `rollout.guidance_scale` of the run, the `true_cfg_scale` of diffusers.
@@ -130,7 +131,7 @@ class QwenImagePipeline(Pipeline):
         self.patch = PATCH
         side = DEFAULT_LATENT_SIDE * self.compression
         self.default_size = (side, side)
-        self.default_max_tokens = MAX_TOKENS
+        self.default_max_tokens = DEFAULT_MAX_TOKENS
         self._read_shift()
 
     def _read_shift(self) -> None:

@@ -47,8 +47,8 @@ def load_tokenizer(folder: Path) -> Any:
         return NoVocabulary(config["model_max_length"])
     import transformers  # takes seconds to import
 
-    # AutoTokenizer refuses a folder that names neither a model nor a specific class. Of T5's class,
-    # it reads the vocabulary alone and takes <unk> for 2, which in UMT5's vocabulary is 3.
+    # AutoTokenizer refuses a folder that names neither a model nor a specific class. For T5's class
+    # it reads only the vocabulary, and takes <unk> to be token 2, which is token 3 for UMT5.
     is_stored = name in ("T5Tokenizer", "T5TokenizerFast") and (folder / "tokenizer.json").is_file()
     if is_stored or name in ("PreTrainedTokenizerFast", "TokenizersBackend"):
         loader = transformers.PreTrainedTokenizerFast

@@ -46,7 +46,7 @@ class ZImagePipeline(Pipeline):
 
     @classmethod
     def diffusers_guidance(cls, guidance_scale: float, true_cfg_scale: float) -> dict[str, Any]:
-        """Returns arguments with which diffusers' pipeline guides as a run does.
+        """Returns the arguments with which the pipeline of diffusers guides as a run does.
 
         Args:
             guidance_scale: `rollout.guidance_scale` of the run, 1 + s for the scale s of diffusers.

@@ -62,8 +62,9 @@ def setting_ladder(
 def next_level(history: Sequence[tuple[int, float]], floor: float, last: int) -> int:
     """Chooses the exploration setting of the next iteration, as an index in the `setting_ladder`.
 
-    Starting at 0, the rules are applied after each iteration of the history, once the present
-    setting has 3 correlations. When the setting changes, those before it no longer count.
+    The index starts at 0. These rules are applied after each iteration of the history in which the
+    present setting has at least 3 correlations. Correlations before a change of the setting do not
+    count.
 
     * If the median of the last 3 correlations with the present setting is below `floor`, the index
       rises by one, up to `last`.
@@ -74,8 +75,8 @@ def next_level(history: Sequence[tuple[int, float]], floor: float, last: int) ->
     Args:
         history: For each iteration so far, from the first: the index of the setting that it
             explored with, which replaces that of the rules where they differ, and the Spearman
-            correlation of proxy and regenerated rewards that it reported. Of an iteration whose
-            correlation is not finite, only the index counts.
+            correlation of proxy and regenerated rewards that it reported. If the correlation
+            of an iteration is not finite, only its index counts.
         floor: The smallest acceptable correlation, `rollout.explore.min_rank_correlation`.
         last: The index of the most faithful setting, the largest result.
 

@@ -2,8 +2,8 @@
 
 diffusers and PEFT use the module names of diffusers. Other trainers (kohya's sd-scripts,
 ai-toolkit) and ComfyUI use the names of the model's authors, in which query, key and value are one
-fused layer. `LAYOUTS` is the table of those names. The factor B of a fused layer is split by
-outputs; all parts share its factor A.
+fused layer for most models. `LAYOUTS` is the table of those names. The factor B of a fused layer is
+split by outputs; all parts share its factor A.
 """
 
 import dataclasses
