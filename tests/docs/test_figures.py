@@ -298,13 +298,14 @@ def test_what_the_compilers_say():
         "SANA-1.5 1.6B": "sana-1.5-1.6b",
         "SANA-1.5 4.8B": "sana-1.5-4.8b",
         "SD3.5 Medium at 512 px": "sd3-medium",
+        "SD3.5 Medium at 512 px on 8 devices": "sd3-medium",
         "Qwen-Image at 512 px on 8 devices": "qwen-image",
         "Wan 2.1 1.3B at 480 x 832 x 17": "wan-2.1",
         "Wan 2.2 5B at 704 x 1280 x 17": "wan-2.2",
     }
     for first, *cells in rows(DOCS / "compiled.md", "model and device"):
         model, device, *rule = first.split(", ")
-        name = f"{names[model]}-{device.lower()}"
+        name = f"{names[model]}-{device.lower()}".replace(" v", "-v")
         printed = [number for cell in cells for number in numbers(cell)]
         if rule:
             short = found["wider rule"][name]
