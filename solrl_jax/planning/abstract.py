@@ -184,14 +184,15 @@ def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Rewa
             whole clips while the model makes images, or has no gradient although the objective
             trains on it.
     """
-    ranking = config.rollout.explore.reward or {}
-    ignored = {*reward_names((*config.reward.eval_only, *ranking))}
-    ignored -= {*reward_names(config.reward.weights)}
+    ignored = set(reward_names((*config.reward.eval_only, *(config.rollout.explore.reward or {}))))
+    ignored -= set(reward_names(config.reward.weights))
     settings = dataclasses.replace(
         config.reward,
         paths=CARRIED,
         eval_only=(),
-        options={k: v for k, v in config.reward.options.items() if k not in ignored},
+        options={
+            name: options for name, options in config.reward.options.items() if name not in ignored
+        },
     )
     gradients_for = reward_gradients_for(config)
     opened_rewards = open_rewards(settings, reward_dtype, None, gradients_for)

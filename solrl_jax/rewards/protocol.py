@@ -154,6 +154,13 @@ class HostRewards:
         rewards = tuple(reward for reward in self.rewards if reward.clips == clips)
         return dataclasses.replace(self, rewards=rewards) if rewards else None
 
+    def select_marking(self) -> "HostRewards | None":
+        """Returns the rewards that have a score "strict", which marks an image as right or wrong,
+        or None if there are none. They have no weights, because nothing is added up.
+        """
+        rewards = tuple(reward for reward in self.rewards if "strict" in (reward.others or ()))
+        return dataclasses.replace(self, rewards=rewards, weights={}) if rewards else None
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Reward:

@@ -249,6 +249,7 @@ def generate(
     reward: Reward | None = None,
     *,
     keep_images: bool = False,
+    marks_only: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Samples:
     """Generates one sample per row of `seed_batch` and scores it against its prompt.
@@ -269,6 +270,9 @@ def generate(
         reward: Scores the images or the latents, inside JAX, in worker processes or both. None:
             nothing is scored, and images are decoded only with `keep_images`.
         keep_images: Whether the result has the images too; otherwise its `images` are None.
+        marks_only: Whether the images are only shown. Then rewards outside JAX are asked only for
+            marks (`HostRewards.select_marking`), rewards that compare candidates not at all, and
+            "reward" has only what is computed inside JAX.
         progress: Called for each chunk, when it has been queued on the devices, with its number of
             samples, without padding. What it raises passes through. The default does nothing.
 
@@ -295,6 +299,10 @@ def generate(
     segments = _place_schedules(sampler.segments, backbone.mesh)
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
     host = None if reward is None else reward.host
+    group = None if reward is None else reward.group
+    if marks_only:
+        host = None if host is None else host.select_marking()
+        group = None
     chunks: list[_Chunk] = []
     with contextlib.ExitStack() as stack:
         scoring = None
@@ -306,8 +314,8 @@ def generate(
                 sample_scoring(host, prompts, samples_per_chunk, frames, placement)
             )
         groups = None
-        if reward is not None and reward.group is not None:
-            groups = GroupScoring(reward.group, prepared, seed_batch.prompt.tolist(), scoring_mesh)
+        if group is not None:
+            groups = GroupScoring(group, prepared, seed_batch.prompt.tolist(), scoring_mesh)
         for start in range(0, len(seed_batch), samples_per_chunk):
             stop = min(start + samples_per_chunk, len(seed_batch))
             parts = _sample_parts(

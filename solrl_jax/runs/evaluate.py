@@ -1,7 +1,6 @@
 """Evaluates a policy on held-out prompts, with fixed seeds and in the training precision."""
 
 import dataclasses
-import functools
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -94,8 +93,7 @@ def evaluate(
     """
     config = experiment.config.eval
     prompts, seeds = _held_out(experiment, config.num_prompts, config.num_images_per_prompt)
-    reward = experiment.evaluation_reward
-    samples = _generate(experiment, adapters, prompts, seeds, progress, reward=reward)
+    samples = _generate(experiment, adapters, prompts, seeds, progress)
     scores = {name: s.reshape(config.num_prompts, -1) for name, s in samples.scores.items()}
     means = {}
     errors = {}
@@ -418,8 +416,9 @@ def pool_images(
             sampler,
             prepared,
             seed_batch,
-            _without_requests(reward),
+            reward,
             keep_images=True,
+            marks_only=True,
         )
         return ImageGrid.from_samples(prompts[:num_prompts], samples)
 
@@ -513,14 +512,7 @@ def _generate_grid(
             a row (RewardError); if the disk refuses the cache of prompts, or if another process
             gives no answer.
     """
-    samples = _generate(
-        experiment,
-        adapters,
-        prompts,
-        seeds,
-        reward=_without_requests(experiment.evaluation_reward),
-        keep_images=True,
-    )
+    samples = _generate(experiment, adapters, prompts, seeds, for_display=True)
     return ImageGrid.from_samples(prompts, samples)
 
 
@@ -530,9 +522,7 @@ def _generate(
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
     progress: Progress = _no_progress,
-    *,
-    reward: Reward | None,
-    keep_images: bool = False,
+    for_display: bool = False,
 ) -> Samples:
     """Generates and scores evaluation images, without noise in the solver.
 
@@ -546,8 +536,8 @@ def _generate(
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
         progress: Called with the number of images of each batch when it has been queued on the
             devices.
-        reward: The reward that scores them: `evaluation_reward`, a part of it, or None.
-        keep_images: Whether the images are returned. Otherwise `Samples.images` is None.
+        for_display: Whether the images are returned and scored for their marks alone, so that no
+            judge is asked and paid. Otherwise `Samples.images` is None.
 
     Returns:
         The p * m samples with their scores by name, prompt by prompt.
@@ -561,41 +551,17 @@ def _generate(
             gives no answer.
     """
     config = experiment.config
+    reward = experiment.evaluation_reward
     sampler = experiment.with_size(evaluation_size(config)).sampler(
         "evaluate", adapters, config.eval.num_steps, noise_start=None
     )
     return generate(
         experiment.backbone,
         sampler,
-        experiment.encode_prompts(prompts, experiment.evaluation_reward),
+        experiment.encode_prompts(prompts, reward),
         SeedBatch.from_seeds(seeds),
         reward,
-        keep_images=keep_images,
+        keep_images=for_display,
+        marks_only=for_display,
         progress=progress,
     )
-
-
-@functools.lru_cache(maxsize=8)  # programs are compiled anew for another object
-def _without_requests(reward: Reward) -> Reward | None:
-    """Reduces a reward to what the marks of an image grid need.
-
-    Images of a grid are shown, and their scores are not recorded. So judges, services and other
-    rewards outside JAX that say nothing strict are not asked, which costs money and can fail.
-
-    Args:
-        reward: The reward of a run or of its evaluation.
-
-    Returns:
-        The same reward if all of it is inside JAX. Otherwise a reward with those outside JAX alone
-        that have a score "strict"; None if nothing is left.
-    """
-    if reward.host is None and reward.group is None:
-        return reward
-    outside = () if reward.host is None else reward.host.rewards
-    strict = tuple(one for one in outside if "strict" in (one.others or ()))
-    host = None
-    if reward.host is not None and strict:
-        host = dataclasses.replace(reward.host, rewards=strict)
-    if host is None and reward.score is None:
-        return None
-    return dataclasses.replace(reward, host=host, group=None)

@@ -98,6 +98,10 @@ def _read(path: RunPath) -> tuple[list[dict[str, Any]], bool]:
     Raises:
         InputError: If the file is larger than `MAX_BYTES` or has more than `MAX_ROWS` lines.
     """
+    too_large = InputError(
+        f"{path}: has more than {MAX_BYTES >> 20} MiB or {MAX_ROWS} rows, the most that are read; "
+        "move it to another directory, and the run continues without its older rows"
+    )
     try:
         data = read_bytes(path, MAX_BYTES)
     except FileNotFoundError:
@@ -105,14 +109,11 @@ def _read(path: RunPath) -> tuple[list[dict[str, Any]], bool]:
     except OSError:
         return [], True
     except ValueError:  # larger, or not a file
-        if not path.is_file():
-            return [], True
-        data = None
-    if data is None or data.count(b"\n") > MAX_ROWS:
-        raise InputError(
-            f"{path}: has more than {MAX_BYTES >> 20} MiB or {MAX_ROWS} rows, the most that are "
-            "read; move it to another directory, and the run continues without its older rows"
-        )
+        if path.is_file():
+            raise too_large from None
+        return [], True
+    if data.count(b"\n") > MAX_ROWS:
+        raise too_large
     rows = []
     num_bad = 0
     last_is_bad = False

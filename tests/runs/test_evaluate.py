@@ -93,6 +93,22 @@ def test_an_image_grid_makes_no_requests(toy):
     assert unmarked.right is None
 
 
+def mark(images, prompts, metadata):
+    """A reward outside JAX that marks images."""
+    return {"reward": images.mean((1, 2, 3)), "strict": images.mean((1, 2, 3)) > DARK}
+
+
+def test_an_image_grid_has_the_marks_of_a_reward_beside_one_that_is_not_asked(toy):
+    paid = outside("alignment").host
+    marking = HostReward("toy", f"{__name__}:mark", {}, ("strict",), 8)
+    host = dataclasses.replace(
+        paid, rewards=(*paid.rewards, marking), weights={"paid": 1.0, "toy": 0.5}, timeout=60.0
+    )
+    reward = dataclasses.replace(judge(strict=False), host=host)
+    grid = sample_grid(dataclasses.replace(toy, evaluation_reward=reward), fresh_state(toy).ema)
+    np.testing.assert_array_equal(grid.right, grid.images.mean((2, 3, 4)) > DARK)
+
+
 def test_an_image_grid_asks_a_reward_outside_jax_that_marks_images(toy):
     strict = dataclasses.replace(toy, evaluation_reward=outside("strict"))
     with pytest.raises(RunError, match=r"paid"):
