@@ -7,7 +7,7 @@ def main() -> None:
     """Runs the command line `solrl` with the arguments of `sys.argv`, see `cli.main.main`.
 
     Ctrl-C, SIGTERM and SIGHUP are held back while modules are imported, until the handlers of
-    `cli.main.main` are set, and are ignored once the command has ended.
+    `cli.main.main` are set, and are ignored once the command has ended, also by an error.
 
     Raises:
         SystemExit: With code 1, 2 or 130, if the command did not succeed.

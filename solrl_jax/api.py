@@ -62,8 +62,9 @@ def load(preset: str, *overrides: str) -> Experiment:
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
-            takes precedence. "mesh=auto" chooses the mesh, the gradient checkpointing and the batch
-            sizes for the devices of this host, where no other override sets them.
+            takes precedence. "mesh=auto" chooses the mesh, the gradient checkpointing, the batch
+            sizes and, if no plan on record fits, `model.vae_tile_size` for the devices of this
+            host, where no other override sets them.
 
     Returns:
         The experiment (`rl.experiment.Experiment`): the configuration, the models with their
@@ -89,9 +90,9 @@ def this_machine() -> proposals.Machine:
     It starts JAX's backend. With several processes, all must call it.
 
     Returns:
-        The platform ("gpu", "tpu" or "cpu"), the name of the kind of device (JAX's `device_kind`),
-        the number of this process's devices, and the bytes of memory of one device that JAX may use
-        (on a CPU, the memory of the machine; with several processes, the smallest of all).
+        The fields `platform` ("gpu", "tpu" or "cpu"), `kind` (JAX's `device_kind`), `devices` (the
+        number of this process's devices) and `memory` (the bytes of one device that JAX may use; on
+        a CPU, the memory of the machine; with several processes, the smallest of all).
 
     Raises:
         RunError: If another process gives no answer.
@@ -120,7 +121,7 @@ def open_policy(
             preset; or a model, that is a directory in the layout of diffusers or "embedded:NAME",
             a small one in this package. The first of these that applies counts. `~` is expanded.
         *overrides: Settings that differ, as `key=value`, but not "mesh=auto". Those of a run may
-            not change which parameters are trained.
+            not change which parameters are trained (InputError).
         preset: If `target` is a model: the preset that gives prompts, reward and sampler. None:
             `target` must not be a model. No effect for a run or a preset.
         checkpoint: The checkpoint of a run: "latest" (the newest that is not damaged), "best"
@@ -155,13 +156,13 @@ def open_policy(
 class TrainingInterrupted(KeyboardInterrupt):
     """Training was stopped by Ctrl-C or SIGTERM.
 
-    The last complete iteration was saved, unless there is none yet or the interruption came in the
-    middle of a parameter update. This is a KeyboardInterrupt, which `except Exception` does not
-    catch.
+    The last complete iteration was saved, with two exceptions: there is none yet, or the
+    interruption came in the middle of a parameter update. This is a KeyboardInterrupt, which
+    `except Exception` does not catch.
 
     Attributes:
         summary: The dictionary that `train` returns, for the iterations so far, with "interrupted"
-            True. "saved" is False if the last complete iteration was not saved.
+            True. "saved" is False in the two exceptions.
     """
 
     def __init__(self, summary: dict[str, Any]) -> None:
@@ -194,19 +195,20 @@ def train(
 ) -> dict[str, Any]:
     """Trains a policy, in a new run directory or from the last checkpoint of an existing one.
 
-    The directory is the setting `run.dir`; it gets checkpoints, metrics, records and images.
-    Progress is printed on standard error. Models and rewards are loaded as by `load`. With several
-    processes, all must call it with the same arguments.
+    The directory is the setting `run.dir`; it gets the configuration, checkpoints, metrics, the
+    ledger of all candidates (Parquet) and images. Progress is printed on standard error. Models and
+    rewards are loaded as by `load`. With several processes, all must call it with the same
+    arguments.
 
-    In the main thread, the first Ctrl-C or SIGTERM stops training after the current batch (with
-    several processes, after the current phase, e.g. all of exploration); a second one ends the
-    process with exit code 130.
+    If this is called in the main thread, the first Ctrl-C or SIGTERM stops training after the
+    current batch (with several processes, after the current phase, e.g. all of exploration); a
+    second one ends the process with exit code 130. The earlier handlers are restored at the end.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "run.dir=runs/a".
-            "mesh=auto" chooses the mesh, the gradient checkpointing and the batch sizes for the
-            devices of this host, where no other override sets them.
+            "mesh=auto" chooses mesh, gradient checkpointing and batch sizes for this machine, as
+            for `load`.
         profile: Numbers of iterations, from 1 to `train.iterations`, during which a trace for
             TensorBoard is written to `profile/` in the run directory. One that is complete already
             is an InputError.
@@ -218,7 +220,7 @@ def train(
             iteration.
 
     Returns:
-        A dictionary: "run" (the directory), "iterations" (the number of complete ones),
+        A dictionary: "run" (the directory as text), "iterations" (the number of complete ones),
         "interrupted" (False), "saved" (True), "trained_in_full" (the number of arrays that are
         trained in full, 0 for LoRA alone), and "before" and "after" (the first and the last
         evaluation of the run: a dictionary of numbers by metric, e.g. "eval/reward", with None for
@@ -287,19 +289,26 @@ def rank(
             does nothing.
 
     Returns:
-        One dictionary per combination. "explore" (the name of the options, "" for the experiment's
-        own), "precision" and "steps" identify it; "candidates" (per prompt), "kept", "prompts" and
-        "top_k" (4) are counts. With h the half of `rollout.kept`, rounded down and at least 1,
-        these are means over the prompts for which they are defined: "spearman" and "kendall" (rank
-        correlations of proxy and true rewards); "top_k_match" (the share of the 4 truly best
-        candidates among the h best by proxy), "bottom_k_match" (the same for the worst);
-        "top_k_regret" (the mean true reward of the 4 truly best, less that of the 4 truly best
-        among the h best by proxy, as a share of the range of true rewards; if h is below 4, the
-        smallest true reward stands in for the others); "true_rank_best" and "true_rank_worst" (the
-        mean true rank, 1 for the best, of the h best and worst by proxy), and "perfect_rank_best"
-        and "perfect_rank_worst" (the same for a perfect proxy). "per_prompt" is a list of the
-        figures of each prompt but those of a perfect proxy, with its text as "prompt". An undefined
-        figure is NaN.
+        One dictionary per combination. An undefined figure is NaN, and h is half of `rollout.kept`,
+        rounded down and at least 1.
+
+        * "explore" (the name of the options, "" for the experiment's own), "precision" (the format
+          itself, not "auto"; `rollout.precision` for a format that quantizes nothing) and "steps"
+          identify the combination.
+        * "candidates" (per prompt), "kept", "prompts" and "top_k" (4) are counts.
+        * "per_prompt": a list with a dictionary per prompt: its text as "prompt", and the next
+          seven figures. Beside the list, each figure is the mean over the prompts for which it is
+          defined.
+        * "spearman" and "kendall": the rank correlations of proxy and true rewards, undefined if
+          all proxy or all true rewards are equal.
+        * "top_k_match": the fraction of the 4 truly best candidates that is among the h best by
+          proxy. "bottom_k_match": the same for the worst.
+        * "top_k_regret": the mean true reward of the 4 truly best candidates minus that of the 4
+          truly best among the h best by proxy, as a fraction of the range of true rewards. If h is
+          below 4, the smallest true reward stands in for those that are missing.
+        * "true_rank_best" and "true_rank_worst": the mean true rank, 1 for the best, of the h best
+          and the h worst by proxy.
+        * "perfect_rank_best" and "perfect_rank_worst": the same for a perfect proxy.
 
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, an entry of a list or
@@ -371,7 +380,8 @@ def generate(
         model: A run directory, which may be in an object store (gs:// or s3://), a directory in the
             layout of diffusers, "embedded:NAME" (a small model in this package), or OWNER/NAME of a
             repository on the hub, whose newest revision is downloaded if the cache lacks it
-            (without a network, the newest one in the cache is used). `~` is expanded.
+            (without a network, the newest one in the cache is used). The first of these that
+            applies counts. `~` is expanded.
         prompts: The prompts, at least one, or a single one as text. A prompt may be empty; it has
             at most 20,000 characters and no control characters.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation; 10 for
@@ -388,16 +398,18 @@ def generate(
         size: (height, width) of the images in pixels, 1 to 16,384 each and of the multiples that
             the model requires. For video models (Wan), (height, width, frames) with 1 plus a
             multiple of 4 frames; without a number of frames, that of the default. None: that of
-            `latents`, of the run's evaluation or the model's default.
+            `latents`, of the run's evaluation or the model's default. It must not contradict
+            `latents`.
         latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, or [N, C, t, h,
             w] for video models, as for the pipelines of diffusers (but not packed for FLUX.1). All
-            values must be finite. None: drawn from the seed.
+            values must be finite. The seed then has no effect. None: drawn from the seed.
         lora: A LoRA to apply to a model: a .safetensors file of diffusers, kohya, ai-toolkit or
             ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.
         precision: The number format in which linear layers compute in all steps: "bf16", "fp32",
             "int8", "fp8", "nvfp4", or "auto" for the fastest one that the device supports. A format
-            that it does not support is emulated, which is slower. The rest of the transformer
-            computes in BF16 (in float32 for "fp32").
+            that it does not support is emulated, which is slower. The rest of the transformer, with
+            the linear layers that the rules of `model.quantization` (of the run, or of the presets
+            for the model) exclude, computes in BF16 (in float32 for "fp32").
         max_sequence_length: The number of tokens to which prompts are padded or cut, 1 to 2048.
             None: that of the run, or the model's default.
         instruction: Text before every prompt, for SANA only. None: that of the run; none for a
@@ -460,11 +472,11 @@ def generate_with_latents(
             `seed` and `size`.
 
     Returns:
-        A `Generation`: `images`, float32 [N, height, width, 3] in [0, 1], or clips, [N, frames,
-        height, width, 3]; `latents`, the initial noise, float32 [N, C, h, w], or [N, C, t, h, w]
-        for clips, for `generate` or a pipeline of diffusers (FLUX.1's takes it packed);
-        `num_steps`; `precision`, a description of the number format; and `frames_per_second`, an
-        int that has no meaning for images.
+        A `Generation` with arrays of NumPy: `images`, float32 [N, height, width, 3] in [0, 1], or
+        clips, [N, frames, height, width, 3]; `latents`, the initial noise, float32 [N, C, h, w], or
+        [N, C, t, h, w] for clips, for `generate` or a pipeline of diffusers (FLUX.1's takes it
+        packed); `num_steps`; `precision`, a description of the number format; and
+        `frames_per_second`, an int that has no meaning for images.
 
     Raises:
         InputError: If an argument is unknown or cannot be used, or the images need more memory than
@@ -480,8 +492,8 @@ def generate_with_latents(
 
 
 def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
-    """Quantizes weight matrices, for `matmul(x, leaf)`. `dequantize(leaf)` gives their rounded
-    values.
+    """Quantizes weight matrices, for `solrl_jax.matmul(x, leaf)`. `solrl_jax.dequantize(leaf)`
+    gives their rounded values.
 
     Args:
         w: Real matrices [..., in, out], not empty, in any form that `jnp.asarray` accepts. The
@@ -494,8 +506,8 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
         `matmul` and `dequantize` have the shapes of `w`.
 
     Raises:
-        InputError: If the format does not exist or quantizes nothing, or if `w` has complex
-            numbers, fewer than two axes or no element, or is no array.
+        InputError: If the format does not exist or quantizes nothing ("bf16", "fp32"), or if `w`
+            has complex numbers, fewer than two axes or no element, or is no array.
         ValueError: If `precision` is "int8" and the matrices have more than 133,144 inputs.
     """
     names = [name for name, form in FORMATS.items() if form.quantize is not None]
@@ -531,8 +543,9 @@ def export(
     `from_pretrained` of the transformer's class (with a LoRA in it if there are adapters too). The
     weights of the base model are loaded, and downloaded if the hub's cache lacks them.
 
-    With `hub`, a folder is written and uploaded to the Hugging Face hub. It has the weights, a
-    model card and, for the end of a finished run, its image of samples before and after training.
+    With `hub`, a folder is written and uploaded to the Hugging Face hub. It has the weights
+    (`pytorch_lora_weights.safetensors` or `transformer/`), a model card and, if the run is finished
+    and its last iteration is exported, the image of samples before and after training.
 
     Args:
         run: The run directory, which without `hub` may be in an object store (gs:// or s3://). `~`
@@ -640,7 +653,8 @@ def _export_files(
     Args:
         run: The run directory.
         out: The .safetensors file to write; for PEFT and for parameters trained in full, a
-            directory, which may contain nothing but an earlier export.
+            directory, which may contain nothing but an earlier export. Missing parent directories
+            are created.
         form: The program that is to load it, "diffusers" or "peft". Parameters trained in full need
             "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
@@ -712,8 +726,8 @@ def export_lora(
 ) -> None:
     """Writes LoRA adapters in memory to files, in float32. `export` does this for a run directory.
 
-    An existing file or an earlier export is replaced without asking. Layers whose two factors are
-    zero are left out.
+    An existing file or an earlier export is replaced without asking. Layers (also single ones of a
+    stack) whose factors a and b are both zero are left out.
 
     Args:
         experiment: The experiment in which the adapters were trained. Its model gives the names of
@@ -748,10 +762,11 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
 
     Args:
         experiment: The experiment in which the parameters were trained.
-        trained: The trainable parameters by path. LoRA adapters among them become a LoRA in the
-            directory.
+        trained: The trainable parameters by path. LoRA adapters among them, or alone, become a LoRA
+            in the directory, beside the whole transformer.
         folder: The directory to write, for `from_pretrained` of the transformer's class. It may
-            contain nothing but an earlier export. `~` is not expanded.
+            contain nothing but an earlier export. Missing parent directories are created. `~` is
+            not expanded.
 
     Raises:
         InputError: If `folder` cannot be used, a parameter is not finite, or the adapters change

@@ -22,8 +22,8 @@ class InputError(ValueError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of an error's message that is not blank, or the name of its type if
-    there is none.
+    """Returns the first line of an error's message that is not blank, without stripping it, or the
+    name of its type if there is none.
 
     Args:
         error: The error.
@@ -95,9 +95,9 @@ def in_one_line(make_message: Callable[[str], str] = str) -> Iterator[None]:
     and RecursionError. Other errors, such as any other RunError, pass unchanged.
 
     Args:
-        make_message: A function that returns the message for the user, given the error's own
-            message in one line (with the type in front, unless it is an OSError or a ValueError).
-            By default the message stays as it is.
+        make_message: A function that returns the message for the user, in one line (not checked),
+            given the error's own message in one line (with the type in front, unless it is an
+            OSError or a ValueError). By default the message stays as it is.
 
     Raises:
         InputError: If the body raises one of these errors.

@@ -1,10 +1,11 @@
-"""Assertions for tests: does exploration rank, select and quantize well enough?
+"""Assertions for tests, under jit in functions wrapped by `chex.chexify`: does exploration rank,
+select and quantize well enough?
 
     from solrl_jax.testing import assert_ranking_preserved
     assert_ranking_preserved(proxy, true, spearman=0.9, top_k=4, within=12)
 
 They follow the style of chex. Each raises AssertionError with the name of the figure, its value and
-the bound. They take concrete arrays; under jit they work in a function wrapped by `chex.chexify`.
+the bound.
 """
 
 from collections.abc import Callable
@@ -40,10 +41,12 @@ def assert_ranking_preserved(
 ) -> None:
     """Asserts that exploration ranks the candidates of each prompt nearly as their true rewards do.
 
-    Three figures can be checked, each as a mean over the prompts for which it is defined: two rank
-    correlations, and the fraction of the best candidates that exploration finds. At least one of
-    them must be asked for. Candidates with a reward that is not finite are left out of the
-    correlations, and never count as found.
+    Three figures can be checked, each as a mean over prompts: two rank correlations, and the
+    fraction of the best candidates that exploration finds. At least one of them must be asked for.
+    Candidates with a reward that is not finite are left out of the correlations, and never count as
+    found. Prompts are left out of the correlations if one of the two rewards has fewer than two
+    distinct values, and of the fraction (in which the lower index is the better one of equal
+    rewards) if no true reward is finite.
 
     Args:
         proxy: The rewards of the candidates in exploration, [prompts, candidates].
@@ -59,7 +62,7 @@ def assert_ranking_preserved(
             None means 1.
 
     Raises:
-        AssertionError: If a figure is below its bound, or undefined for all prompts.
+        AssertionError: If a figure is below its bound, or all prompts are left out.
         ValueError: If the two arrays do not have one shape [prompts, candidates], nothing is asked
             for, `within` or `match` comes without `top_k`, or not 1 <= top_k <= within <=
             candidates.
@@ -96,8 +99,10 @@ def assert_top_k_regret(
     The regret of a prompt is the mean true reward of its `top_k` truly best candidates, less the
     mean true reward of the `top_k` truly best among the `within` best by proxy reward, divided by
     the range of the prompt's true rewards. It is 0 if exploration finds candidates that are just as
-    good, or if all true rewards are equal. Rewards that are not finite are left out; where fewer
-    than `top_k` of the `within` best are left, the smallest true reward stands in.
+    good, or if all true rewards are equal. Rewards that are not finite are left out. For each
+    candidate that the `within` best then lack of `top_k`, the smallest true reward stands in. A
+    prompt with fewer than `top_k` finite true rewards compares all of these, and one without any
+    has no regret.
 
     Args:
         proxy: The rewards of the candidates in exploration, [prompts, candidates].
@@ -106,10 +111,10 @@ def assert_top_k_regret(
         top_k: How many candidates are compared, at least 1.
         within: How many of the best candidates by proxy reward the `top_k` are taken from, from
             `top_k` to the number of candidates. None means `top_k`.
-        bound: The largest accepted regret in the mean over prompts, in [0, 1].
+        bound: The largest accepted regret in the mean over the prompts that have one, in [0, 1].
 
     Raises:
-        AssertionError: If the regret is above the bound, or undefined for all prompts.
+        AssertionError: If the regret is above the bound, or no prompt has one.
         ValueError: If the two arrays do not have one shape [prompts, candidates], or not 1 <= top_k
             <= within <= candidates.
     """
@@ -125,8 +130,9 @@ def assert_selection_range(proxy: Values, true: Values, *, kept: int, delta: Bou
 
     First, no proxy reward may differ from the true one by more than `delta`. Then, for every
     prompt, the true rewards of the kept candidates (half of them the best by proxy, half the worst)
-    must span the range of all true rewards less `4 delta`. The second follows from the first if
-    exploration selected by these proxy rewards (Sol-RL, section 3).
+    must span the range of all true rewards less `4 delta`. Both are compared in float32, without a
+    tolerance for rounding. The second follows from the first if exploration selected by these proxy
+    rewards (Sol-RL, section 3).
 
     Args:
         proxy: The rewards of the candidates in exploration, [prompts, candidates].
@@ -176,7 +182,8 @@ def assert_block_error(
     """Asserts that quantization in blocks has a small error.
 
     The error of a block is its largest absolute error, divided by the largest absolute value of `x`
-    in it; 0 if nothing was changed. If `block` does not divide the axis, the last block is shorter.
+    in it (infinite if a block of zeros was changed); 0 if nothing was changed. If `block` does not
+    divide the axis, the last block is shorter.
 
     Args:
         x: The values before quantization, of any shape with at least one axis.
@@ -186,7 +193,7 @@ def assert_block_error(
         axis: The axis along which values form blocks, by default the last one.
 
     Raises:
-        AssertionError: If a block has a larger error, or a value that is not finite.
+        AssertionError: If a block has a larger error, or a value of either array is not finite.
         ValueError: If the shapes differ or are empty, or `block` is below 1.
     """
     x = jnp.asarray(x, jnp.float32)
@@ -293,6 +300,7 @@ def _check(holds: Any, message: str, *values: Bound) -> None:
 
     Raises:
         AssertionError: If `holds` is false.
+        RuntimeError: If an array is traced outside of `chex.chexify`.
     """
     chex.assert_trees_all_equal(
         jnp.asarray(holds), jnp.asarray(True), include_default_message=False,

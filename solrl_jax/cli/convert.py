@@ -50,9 +50,9 @@ def convert(
 ) -> dict[str, Any]:
     """Writes the tensors of a torch pickle as safetensors, with PyTorch.
 
-    A file of a SANA transformer in the format of SANA's authors (a "native" checkpoint) becomes a
-    directory that diffusers can load. Any other file becomes one safetensors file with the same
-    tensors.
+    A file of a SANA transformer in the format of SANA's authors (a "native" checkpoint, known by
+    the names of its tensors) becomes a directory that diffusers can load. Any other file becomes
+    one safetensors file with the same tensors.
 
     Args:
         file: The pickle that `torch.save` wrote: a dictionary of tensors, which may lie under a key
@@ -71,12 +71,14 @@ def convert(
 
         * "out": the path that was written, as text.
         * "took": the key that the tensors were under, e.g. "state_dict"; None if there was none.
-        * "left_out": a text "KEY (TYPE)" for each other entry of the pickle.
+        * "left_out": a text "KEY (TYPE)" for each entry beside the dictionary of the tensors, and
+          for each plain value in it.
         * "kind": "sana" for a native SANA checkpoint, else "tensors".
-        * "tensors" and "bytes": the number of tensors, and the size of the file with them.
-        * Only for SANA: "parameters" (their number), "ffn" (the kind of MLP), "ignored" (names of
-          tensors that the network does not need) and "config" (the content of the transformer's
-          config.json).
+        * "tensors" and "bytes": the number of tensors that were written, and the size of their
+          file.
+        * Only for SANA: "parameters" (their number), "ffn" ("conv" or "linear", the layers of its
+          MLPs), "ignored" (names of tensors that the network does not need) and "config" (the
+          content of the transformer's config.json).
 
     Raises:
         InputError: If a path cannot be used, `out` exists and may not be replaced, PyTorch is
@@ -167,9 +169,9 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
         force: Whether `out` may exist already.
 
     Raises:
-        InputError: If `file` is missing or already safetensors, `base` is not a SANA pipeline, or
-            `out` cannot be written: it exists without `force`, it is a link, it is or contains
-            `file` or `base`, or its parent cannot be created or written to.
+        InputError: If `file` is missing or ends in .safetensors, `base` is not the directory of a
+            SANA pipeline, or `out` cannot be written: it exists without `force`, it is a link, it
+            is or contains `file` or `base`, or its parent cannot be created or written to.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
@@ -204,8 +206,8 @@ def _load(torch: Any, file: Path) -> Any:
         The unpickled value, usually a dictionary. Its tensors are on the CPU.
 
     Raises:
-        InputError: If the file is damaged, is a compressed archive, or cannot be read without
-            running code.
+        InputError: If the file is damaged, is a zip archive with compressed entries, or cannot be
+            read without running code.
     """
     try:
         if zipfile.is_zipfile(file):
@@ -246,7 +248,9 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
 
     Returns:
         A tuple of three: the tensors by name; the key that they were under, e.g. "state_dict", with
-        dots between nested keys, or None; and a text "KEY (TYPE)" for each entry that is left out.
+        dots between nested keys, or None; and a text "KEY (TYPE)", with dots in KEY likewise, for
+        each entry that is left out: those beside the dictionary of the tensors, and None, booleans,
+        numbers and text in it.
 
     Raises:
         InputError: If the value is not a dictionary with tensors, if too many dictionaries lie
@@ -306,8 +310,8 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
     Returns:
         The first usual key, such as "state_dict" or "model" (`CONTAINERS`), under which there is a
         dictionary, whatever that or `value` itself holds. Without such a key, the only one under
-        which there is a dictionary with tensors; None if `value` holds tensors itself, or if there
-        is no such key or several ones.
+        which there is a dictionary with tensors among its values; None if `value` holds tensors
+        itself, or if there is no such key or several ones.
     """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]
@@ -371,10 +375,10 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
         tensors: The tensors of the checkpoint by name.
 
     Returns:
-        A part of the result of `convert`: "kind" ("sana"), "tensors" (their number), "bytes" (the
-        size of their file), "parameters" (their number), "ffn" (the kind of MLP), "ignored" (names
-        of tensors that the network does not need) and "config" (the content of the transformer's
-        config.json).
+        A part of the result of `convert`: "kind" ("sana"), "tensors" (the number of tensors that
+        were written), "bytes" (the size of their file), "parameters" (their number), "ffn" ("conv"
+        or "linear", the layers of the native MLPs), "ignored" (names of tensors that the network
+        does not need) and "config" (the content of the transformer's config.json).
 
     Raises:
         InputError: If `base` or the tensors do not fit the network, or if `out` holds files that
@@ -422,8 +426,8 @@ def _component_files(base: Path) -> dict[str, Path]:
         base: The directory of the pipeline.
 
     Returns:
-        A dict from the path of each file within the directory, e.g. "vae/config.json", to its whole
-        path.
+        A dict from the path of each file within the directory, e.g. "vae/config.json" or
+        "model_index.json", to its whole path.
     """
     paths = {path.relative_to(base).as_posix(): path for path in base.rglob("*") if path.is_file()}
     return {
@@ -536,12 +540,12 @@ def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
         base: For a native SANA checkpoint, the directory of a SANA pipeline of equal width, of
             which all components but the transformer are copied to `out`. None for all other files.
         force: Whether existing files are replaced.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        as_json: Whether to print the result of `convert` as one line of JSON in place of text.
 
     Raises:
         InputError: If a path cannot be used or exists without `force`, PyTorch is missing or too
-            old, reading the file might run code, or the file holds more than tensors and plain
-            values, or (for SANA) other tensors than the network's.
+            old, reading the file might run code, or the dictionary of the tensors holds more than
+            tensors and plain values, or (for SANA) other tensors than the network's.
         RunError: If the result cannot be written to the disk.
     """
     summary = convert(file, out, base, force=force)

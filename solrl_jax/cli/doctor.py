@@ -81,12 +81,13 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
     \f
     Reward functions from outside the package are imported, unless something is missing before that
-    (`find_missing`).
+    (`find_missing`). The kernels run on the first device alone.
 
     Args:
         preset: The name of a preset; None: only the machine is described.
         overrides: Settings that differ, as `key=value`. "mesh=auto" is ignored.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        as_json: Whether to print one line of JSON in place of text: the result of `machine`, with a
+            preset also those of `find_missing` and "proposal" (`proposal`).
 
     Raises:
         ConfigError: If the preset or an override is invalid.
@@ -109,8 +110,8 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
 
 
 def machine() -> dict[str, Any]:
-    """Describes this machine. On a GPU, also tests its kernels (`device_checks`), which takes a
-    moment.
+    """Describes this machine. On a GPU, also tests its kernels (`device_checks`) on the first
+    device, which takes a moment.
 
     It starts JAX's backend, and on a GPU loads cuDNN into the process.
 
@@ -119,8 +120,8 @@ def machine() -> dict[str, Any]:
 
         * "versions": the versions of this package, Python and the packages that it needs, by name.
         * "extras": by the name of each optional extra of this package, whether it is installed.
-        * "devices": "count", "memory" (bytes of one; on a CPU, of the machine), "platform", "kind"
-          and "capability" (of CUDA; (0, 0) for all others).
+        * "devices": "count" (of all hosts), "memory" (bytes of one; on a CPU, of the machine),
+          "platform", "kind" and "capability" (of CUDA; (0, 0) for all others).
         * "formats" and "auto": by the name of each number format whether the device runs it
           natively, and the name of the one that "auto" stands for here.
         * "cudnn": the version of cuDNN; None without it.
@@ -130,7 +131,8 @@ def machine() -> dict[str, Any]:
         * "hub" and "prompt_cache": the directories of downloads and of encoded prompts, each with
           "folder", "free" (bytes) and "writable". "hub" also has "offline": whether downloads are
           switched off.
-        * "missing": messages on what JAX lacks to use the devices.
+        * "missing": messages: JAX does not see an NVIDIA GPU that is there, or a GPU has no cuDNN
+          or one that is too old.
 
     Raises:
         InputError: If the user has no home directory.
@@ -180,8 +182,8 @@ def find_missing(config: Config) -> dict[str, Any]:
     All parts are checked, so that the result names everything that is missing; but names, options
     and functions of rewards are checked (and functions imported) only if the prompts, the cache and
     the files of rewards can be used and nothing has to be downloaded. If the configuration uses
-    judges (vision-language models behind an HTTP endpoint), each gets requests (`_probe_judge`).
-    JAX's backend is started.
+    judges (vision-language models behind an HTTP endpoint), each gets requests in any case
+    (`_probe_judge`). JAX's backend is started.
 
     Args:
         config: The configuration to check.
@@ -277,8 +279,9 @@ def _probe_judge(name: str, config: Config) -> str:
     """Tests a judge, a vision-language model behind an HTTP endpoint, with a request for a gray
     image.
 
-    While the endpoint refuses it, it is sent again with one thing left out (first the seed, then
-    the log-probabilities, the JSON schema and the images), and at last without all of them.
+    While the endpoint refuses it, it is sent again without one of its parts (in turn the seed, the
+    log-probabilities, the JSON schema and the images), and at last without all of these, so that
+    the error says what the endpoint would accept.
 
     Args:
         name: The name of the judge as a reward: "judge" or "judge-NAME".
@@ -288,8 +291,9 @@ def _probe_judge(name: str, config: Config) -> str:
         A text with the address of the endpoint and the features that it supports.
 
     Raises:
-        InputError: If the options are invalid, a package is missing, the endpoint does not answer,
-            it refuses the complete request, or the answer cannot be turned into a score.
+        InputError: If the options are invalid, the package openai or httpx2 is missing, the
+            endpoint does not answer, it refuses the complete request, or the answer cannot be
+            turned into a score.
     """
     options = config.reward.options.get(name, {})
     open_judge_reward(name, options, config.reward.workers)
@@ -319,10 +323,10 @@ def proposal(config: Config) -> dict[str, Any]:
     Returns:
         A dict: "settings" (a list of `key=value` that differ from `config`, also those that an
         override names, which training with `mesh=auto` would leave to the override), "planned" (the
-        bytes of one device that an earlier plan with these settings needs; None if they are a guess
-        or nothing is proposed), "seconds" (the lower bounds of that plan by the phase of an
-        iteration; {} without a plan, or if it is for another kind of device) and "reason" (a line
-        on where the settings come from, or why there are none).
+        bytes of one device that a plan on record in the package needs with these settings; None if
+        they are a guess or nothing is proposed), "seconds" (lower bounds from that plan, by the
+        name of the phase of an iteration; {} without a plan, or if it is for another kind of
+        device) and "reason" (a line on where the settings come from, or why there are none).
     """
     here = api.this_machine()
     chosen = proposals.propose(config, here, proposals.load_records())
@@ -346,7 +350,8 @@ def check_sizes(config: Config) -> dict[str, int]:
         config: The configuration.
 
     Returns:
-        The bytes of "transformer", "text encoders" (together) and "vae", as they are loaded.
+        The bytes of "transformer", "text encoders" (together) and "vae" in the dtypes in which they
+        are loaded, each as a whole, however many devices share it.
 
     Raises:
         InputError: If the model is unknown here, its settings or the mesh are not possible, or a
@@ -376,14 +381,16 @@ def check_sizes(config: Config) -> dict[str, int]:
 
 
 def _check_weights(path: str) -> None:
-    """Checks that a model's files are all there and contain all tensors. The weights are not read.
+    """Checks that a model's files are all there and contain the tensors of its networks, in their
+    shapes. Only headers are read, no weights.
 
     Args:
         path: The model, as `model.path` names it: a directory, "embedded:NAME", or OWNER/NAME of a
             repository of the hub that is in the local cache.
 
     Raises:
-        InputError: If a file or a tensor is missing, or the model cannot be opened.
+        InputError: If a file is missing or damaged, a tensor is missing, unexpected or of another
+            shape, or the model cannot be opened.
     """
     in_hub = not Path(path).is_dir() and hub.is_name(path)
     pipeline = open_model(str(hub.cached(path)) if in_hub else path)
@@ -431,8 +438,9 @@ def _reward_downloads(config: Config) -> list[str]:
         config: The configuration.
 
     Returns:
-        The names of the repositories that are not completely in the local cache: those in
-        `reward.paths`, and the released ones of all other rewards.
+        The names of the repositories that are not completely in the local cache: those that
+        `reward.paths` names (OWNER/NAME, unless there is such a directory), and the released ones
+        of rewards that it does not name. Rewards with converted files (`Converted`) have none.
     """
     used = _reward_sources(config)
     paths = config.reward.paths
@@ -515,8 +523,9 @@ def table(summary: dict[str, Any]) -> str:
             "proposal", the result of `proposal`.
 
     Returns:
-        Lines of the form "SUBJECT TEXT". The last ones have the subject "missing": one line for
-        each problem, or a single line with the text "nothing".
+        Lines of the form "SUBJECT TEXT", with the subject "wrong" for each kernel that is. The last
+        ones have the subject "missing": one line for each problem, or a single line with the text
+        "nothing".
     """
     versions = summary["versions"]
     devices = summary["devices"]

@@ -106,8 +106,10 @@ def command(
         trust: Whether to use rewards and objectives outside the package that a run directory names.
         force: Whether an existing `gallery` is replaced.
         as_json: Whether to print one line of JSON in place of text: "target", "iteration", "images"
-            (their number), "setting", "means" and "standard_errors" (by score); with `paired` also
-            "other" and "differences" (by score, the gain and half of its 95 % interval).
+            (their number per policy), "setting" (the sampling in one line), "means" and
+            "standard_errors" (over images, by score); with `paired` also "other" and "differences"
+            (by score, a pair: the mean difference, `target` minus "other", and half of its 95 %
+            interval).
 
     Raises:
         ConfigError: If the configuration or an override is invalid.
@@ -232,7 +234,8 @@ def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
             model.
 
     Returns:
-        The scores of all images, and the mean and standard error of each score.
+        The scores of all images, and the mean and standard error of each score. The images are not
+        kept.
 
     Raises:
         InputError: If the prompts cannot be encoded, or a user's reward inside JAX fails.
@@ -259,10 +262,11 @@ def _save_comparison(
 
     Args:
         path: The file to write. An existing one is replaced.
-        differing: The differences of the rewards of the images, one row per prompt. The other
-            fields are not read.
+        differing: The images that are compared, of which `gains`, the differences of their rewards,
+            one row per prompt, are read.
         names: The names of the first and the second policy, as headings.
-        first: The images of the first policy, for the left side, with their prompts and verdicts.
+        first: The images of the first policy, for the left side, with their prompts and, if there
+            is a verifier, whether it accepts each image (`right`), which is drawn as a mark.
         second: The images of the second policy for the same prompts, for the right side.
 
     Raises:

@@ -77,8 +77,9 @@ def command(
             programs that ignore alpha. Only for diffusers, and if nothing was trained in full.
         checkpoint: The checkpoint of a run: "best", "latest" or the number of an iteration.
         force: Whether existing files are replaced.
-        as_json: Whether to print one line of JSON in place of text: "out", "format", "dtype" and
-            the result of `api.export`.
+        as_json: Whether to print one line of JSON in place of text: "out" (`out` as given; with
+            `hub`, the absolute path of the folder), "format", "dtype" and the result of
+            `api.export`.
 
     Raises:
         ConfigError: If the configuration of the run is invalid.

@@ -240,8 +240,9 @@ def command(
             of the run, or none for a model.
         latents_file: A .npy file with the initial noise, float32 [N, C, h, w], or [N, C, t, h, w]
             for clips, with one entry per prompt; None: drawn from the seed.
-        force: Whether files in `out` may be replaced. Others there stay.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        force: Whether files in `out` with the names of new ones may be replaced. Others there stay.
+        as_json: Whether to print one line of JSON in place of text: "out", "images" (their number),
+            "height", "width", "steps", "precision" (a description) and, for clips, "frames".
         **arguments: Keyword arguments of `api.generate` by their names: "num_steps",
             "guidance_scale", "true_cfg_scale", "negative_prompt", "vae_tile_size", "batch_size",
             "seed", "size", "precision", "lora", "max_sequence_length" and "checkpoint".

@@ -73,20 +73,24 @@ def command(
             policy of its newest checkpoint, those of a preset the ones that training starts from.
         overrides: Settings that differ, as `key=value`.
         errors: Whether to load the weights, and measure the relative error (Frobenius norm) of each
-            quantized weight. Not together with `sensitivity`.
+            quantized weight in the format alone, without other exploration options. Not together
+            with `sensitivity`.
         sensitivity: The number of held-out prompts, from the first one on, for which images are
             generated to measure how quantizing each group of layers (a module of the blocks, in all
             blocks together) changes the ranking of candidates, and to propose which groups to leave
             unquantized. All candidates of these prompts are generated once in full, explored once
-            with nothing quantized, and explored once per group. None: not measured.
+            with nothing quantized, and explored once per group with this group alone quantized.
+            None: not measured.
         drop: By how much the proposal may lower the rank correlation (Spearman) between the rewards
             of quantized exploration and of regeneration, 0 to 2; None: 0.02. Only with
             `sensitivity`.
         trust: Whether to use rewards and objectives outside the package that a run directory names.
             Only `sensitivity` uses any.
-        as_json: Whether to print one line of JSON in place of text: "exploration" (the format),
-            totals and "per_linear" (a list); with `sensitivity` "exact" (the correlation without
-            quantization), "groups" (a list) and "skip" (the proposed groups).
+        as_json: Whether to print one line of JSON in place of text: "exploration" (the format), the
+            entries of `quantized_layers.totals`, and "per_linear" (a list of `LinearLayer` as
+            dicts). With `sensitivity` instead "exact" (the correlation without quantization),
+            "groups" (a list of `Sensitivity` as dicts) and "skip" (the groups to leave
+            unquantized).
 
     Raises:
         ConfigError: If the configuration or an override is invalid.

@@ -158,7 +158,8 @@ def with_options(message: str, command: click.Command) -> str:
     """Rewrites an error message so that it names options of the command line, not Python arguments.
 
     For example, `num_steps=0: ...` becomes `--num-steps=0: ...`, and `force=True` becomes
-    `--force`. Names of configuration fields, such as `reward.timeout`, are not changed.
+    `--force`. A name without a value is rewritten only at the beginning of the message. Names of
+    configuration fields, such as `reward.timeout`, are not changed.
 
     Args:
         message: The message of the error.
@@ -226,7 +227,7 @@ def main() -> None:
 
 
 def _hang_up(*_: object) -> None:
-    """Handles SIGHUP, the signal of a terminal that was closed: acts as one Ctrl-C.
+    """Handles SIGHUP, the signal of a terminal that was closed: raises SIGINT once, as Ctrl-C does.
 
     Later SIGHUPs are ignored, because a second Ctrl-C would stop training before it has saved.
 
@@ -264,7 +265,8 @@ def describe_failure(error: BaseException) -> tuple[str, int]:
     Returns:
         A pair: the message, and the exit code. The code is 2 for wrong input (ConfigError,
         InputError, an OSError that names a file), 130 for an interruption, click's own code for
-        errors of click, and 1 for all other errors.
+        errors of click, and 1 for all others: a RunError, an output that cannot be written, too
+        little memory (with advice in the message), and unforeseen errors.
 
     Raises:
         BaseException: `error` itself, if it is unforeseen and the environment variable

@@ -20,7 +20,8 @@ class _Path(click.Path):
     """The click type of an option that is a path. A leading `~` is expanded.
 
     Unlike `click.Path`, it also refuses an empty path. The URL of a directory in an object store
-    becomes a `StorePath` if the option is a run directory, and is refused otherwise.
+    becomes a `StorePath` if the type was created with `is_run=True` (`RUN_PATH`), and is refused
+    otherwise.
     """
 
     def __init__(self, *, is_run: bool = False) -> None:
@@ -45,7 +46,8 @@ class _Path(click.Path):
 
         Raises:
             click.BadParameter: If the text is empty, the URL of an object store for a path that is
-                no run directory, not a possible path, or that of an unreadable file.
+                no run directory, not a possible path (also for a `~USER` that does not exist), or
+                that of an unreadable file.
             InputError: If it is a URL without a bucket for a run directory.
         """
         if value == "":

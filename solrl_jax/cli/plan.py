@@ -49,19 +49,22 @@ def command(
     \f
     Compiles on all CPU cores. Also imports objectives and rewards from outside the package, and
     reads the prompt sets, of which those of the hub are downloaded unless they are in the hub's
-    cache. Sets environment variables for the rest of the process, with which JAX runs on the CPU
-    without a compilation cache, and libtpu looks for no TPU (`planning.topology.prepare`).
+    cache. A model is not downloaded: its configuration is read from its directory, the hub's cache
+    or the package. Sets environment variables for the rest of the process, with which JAX runs on
+    the CPU without a compilation cache, and libtpu looks for no TPU (`planning.topology.prepare`).
 
     Args:
         preset: The name of a preset.
         overrides: Settings that differ, as `key=value`.
         device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "h200".
-        devices: The number of devices on each host; for TPUs, the devices of 1, 4 or 8 chips.
+        devices: The number of devices on each host. A TPU host has 1, 4 or 8 chips, of one or two
+            devices each.
         hosts: The number of hosts that train together, at least 1.
         hlo: A directory for the compiled programs as text, which is created if necessary; None:
             they are not written.
         force: Whether programs that are at `hlo` are replaced.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        as_json: Whether to print the result of `planning.preset.plan` as one line of JSON in place
+            of text.
 
     Raises:
         ConfigError: If the preset or an override is invalid.

@@ -42,8 +42,9 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
             they are on the hub and not in its cache. None: all presets are listed.
         show_all: Whether settings without effect are shown too. Only with `show`.
         overrides: Settings that differ, as `key=value`. Only with `show`.
-        as_json: Whether to print one line of JSON in place of text: "presets" (`preset_rows`); with
-            `show` "preset", "settings" and the result of `describe_prompts`.
+        as_json: Whether to print one line of JSON in place of text: "presets" (the rows of the
+            table, `preset_rows`); with `show` "preset", "settings" (`shown_settings`) and the
+            result of `describe_prompts`.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
@@ -87,7 +88,8 @@ def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
 
     Args:
         config: The configuration.
-        show_all: Whether fields that have no effect in a run with this configuration are included.
+        show_all: Whether fields that have no effect in a run with this configuration
+            (`inert_fields`) are included.
 
     Returns:
         Nested dicts by section and field, e.g. {"rollout": {"kept": 24, ...}, ...}.
@@ -97,7 +99,8 @@ def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
 
 
 def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str, Any]:
-    """Returns a copy of the settings of a section, without some fields.
+    """Returns a copy of the settings of a section, without some fields. A section of which no field
+    is left stays as an empty dict.
 
     Args:
         tree: Nested dicts by section and field.
@@ -153,7 +156,8 @@ def format_prompts(preset: str, prompts: Mapping[str, Any]) -> str:
             and "first".
 
     Returns:
-        A line on the sets, and one line per prompt of the first training iteration.
+        A line on the sets, and one line per prompt of the first training iteration, with its
+        metadata as JSON if it has any.
     """
     files = prompts["files"]
     sizes = ", ".join(

@@ -93,8 +93,9 @@ def command(
         trust: Whether to use rewards and objectives outside the package that a run directory names.
         force: Whether an existing `rank.json` is replaced. Without `out`, one that this command
             wrote is replaced in any case.
-        as_json: Whether to print one line of JSON in place of text: "out", "formats" (how the
-            device computes each) and "settings" (the results without the figures of each prompt).
+        as_json: Whether to print one line of JSON in place of text: "out" (the directory),
+            "formats" (by the name of each format, a description that says whether the device
+            computes it natively) and "settings" (the results without the figures of each prompt).
 
     Raises:
         ConfigError: If the configuration, an override or a set of options is invalid.
@@ -191,7 +192,8 @@ def _means(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_ours(path: RunPath) -> bool:
-    """Returns whether a file is a result of `solrl rank`, so that it may be replaced.
+    """Returns whether a file is a result of `solrl rank`, so that it may be replaced: a JSON list
+    of dicts with "per_prompt", not empty.
 
     Args:
         path: The file. If it does not exist or cannot be read, the answer is False.

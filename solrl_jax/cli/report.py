@@ -34,7 +34,8 @@ def command(
         plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too; None: no plan.
         force: Whether an existing file is replaced. Without `out`, a report of an earlier call is
             replaced in any case.
-        as_json: Whether to print one line of JSON in place of text: "out" (the page) and "runs".
+        as_json: Whether to print one line of JSON in place of text: "out" (the page) and "runs"
+            (the list of run directories).
 
     Raises:
         InputError: If a run is damaged, invalid or without metrics, `plan` cannot be read or is no

@@ -65,7 +65,8 @@ def command(
         plan: The study to run: the name of one in the package, or a YAML file. It lists arms
             (settings to compare) and seeds; every arm is trained with every seed, except for runs
             that are finished.
-        overrides: Settings of all runs that differ, as `key=value`.
+        overrides: Settings of all runs that differ, as `key=value`. A run whose directory has other
+            settings counts as not finished, and fails if its trained parameters depend on them.
         quick: Whether to train the small version of the study, with the seeds and overrides under
             `quick` in the plan.
         out: The directory of the runs, their logs, and `study.json`, `study.md` and `study.png`,
@@ -76,7 +77,8 @@ def command(
         prices: The prices of the counted work: the name MODEL-DEVICE of prices in the package, e.g.
             "sana-b200", or a file with the JSON of `solrl plan`.
         compare_only: Whether to train nothing, and only compare the runs that are finished.
-        as_json: Whether to print the result as one line of JSON in place of text.
+        as_json: Whether to print one line of JSON in place of text: "out", the content of
+            `study.json` and, if runs failed, "error" and "exit_code".
 
     Raises:
         ConfigError: If a setting is invalid.

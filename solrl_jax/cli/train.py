@@ -79,16 +79,18 @@ def command(
             Traces are written to the folder `profile` in the run directory.
         html_report: Whether `report.html` in the run directory is kept up to date.
         force: Whether to continue with input files that changed, with sizes that seem too large for
-            memory, and to replace a foreign `report.html`.
-        as_json: Whether to print the result as one line of JSON in place of text. Of several
-            processes, only the first prints it.
-        **processes: "hosts" (the number of processes as text, or "auto"; None for a single one);
-            and, only and always with a number, "host" (the number of this process, from 0) and
-            "coordinator" (HOST:PORT of the first process).
+            memory, and with a `report.html` that this package did not write, which is then
+            replaced.
+        as_json: Whether to print the result as one line of JSON in place of text, also if training
+            was interrupted. Of several processes, only the first prints.
+        **processes: "hosts" (the number of processes as text, or "auto"; None for a single one),
+            "host" (the number of this process, from 0) and "coordinator" (HOST:PORT of the first
+            process). The last two must be given if "hosts" is a number, and be None otherwise.
 
     Raises:
         ConfigError: If the preset or an override is invalid.
-        InputError: If the run directory, an input file or a value in `processes` cannot be used.
+        InputError: If the run directory, an input file or a value in `processes` cannot be used,
+            the directory holds a run with other settings, or `force` is needed.
         RunError: If processes are missing, or the run fails for another reason.
         SystemExit: With code 130, if training was interrupted.
     """
@@ -121,12 +123,14 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
     Args:
         summary: The result of `api.train`: a dict, of which "run" (the directory), "before" and
             "after" (metrics of the evaluations before and after training) and "trained_in_full"
-            (the number of arrays that are trained in full, 0 for adapters alone) are used.
+            (the number of arrays that are trained in full; above 0, the policy is exported to a
+            directory and not to a LoRA file) are used.
         html_report: Whether the run wrote `report.html`. If not, the command that writes it is
             shown.
 
     Returns:
-        Three lines, joined by line feeds.
+        Three lines, joined by line feeds; the last has both commands. They begin with "solrl", or
+        with the path of the running program if that is not on PATH.
     """
     run = summary["run"]
     program = "solrl" if shutil.which("solrl") else sys.argv[0]
@@ -145,8 +149,8 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
 def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Describes by how much training changed the scores of the held-out prompts.
 
-    A change of at most two standard errors (the root of the sum of both squares) is followed by
-    "which may be chance".
+    A change of at most twice its standard error (the root of the sum of the squares of both
+    standard errors) is marked with "which may be chance".
 
     Args:
         before: The metrics of the evaluation before training, by name. The mean reward is
@@ -157,8 +161,9 @@ def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
 
     Returns:
         For the mean reward and for each score of strict success, its change and both values with
-        standard errors, e.g. "held-out reward +0.120 (0.300 ± 0.010 -> 0.420 ± 0.012)". If one of
-        these scores is missing or None, a phrase that says that the gain is unknown.
+        standard errors, e.g. "held-out reward +0.120 (0.300 ± 0.010 -> 0.420 ± 0.012), strict
+        success +0.100 (...)". If any of these scores is missing or None, only a phrase that says
+        that the gain is unknown.
     """
     names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
     if any(row.get(name) is None for name in names for row in (before, after)):

@@ -12,8 +12,8 @@ def samples_per_device(config: Config, groups: int) -> int:
             (`parallel.sharding.row_groups`).
 
     Returns:
-        `rollout.per_device_batch_size`, or the number of candidates of an iteration divided by
-        `groups`, rounded up, if that is smaller.
+        `rollout.per_device_batch_size`, or the number of candidates of an iteration (for all of its
+        prompts) divided by `groups`, rounded up, if that is smaller.
     """
     candidates = config.train.num_prompts * config.rollout.candidates
     return min(config.rollout.per_device_batch_size, _divide_up(candidates, groups))
@@ -27,7 +27,8 @@ def effective_batch(config: Config, groups: int) -> dict[str, int]:
     Args:
         config: The configuration of the run.
         groups: The number of parts that the terms are split into over the devices, at least 1
-            (`parallel.sharding.row_groups`). Devices that share their samples count as one.
+            (`parallel.sharding.row_groups`). Devices along the axes `sequence` and `tensor`, which
+            share their samples, count as one.
 
     Returns:
         A dict of counts:

@@ -35,7 +35,7 @@ def inert_fields(config: Config) -> set[str]:
         config: The configuration of the run.
 
     Returns:
-        Dotted names of fields, and of sections if none of their fields has an effect.
+        Dotted names of fields. The name of a section, such as "lora", stands for all of its fields.
     """
     inert: set[str] = set()
     rollout = config.rollout

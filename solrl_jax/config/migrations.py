@@ -64,7 +64,8 @@ def current_name(key: str) -> str:
         key: A dotted name of version 2 of the configuration, e.g. "policy.kl_weight".
 
     Returns:
-        The present name, here "algorithm.kl_coef". A name that did not change is returned as it is.
+        The present name, here "algorithm.kl_coef". A renamed section renames all names in it, also
+        unknown ones. A name that did not change is returned as it is.
     """
     parts = key.split(".")
     for end in range(len(parts), 0, -1):
@@ -83,9 +84,9 @@ def current_value(key: str, value: Any) -> Any:
 
     Returns:
         The value with all names in it as they are now; a new dict for a section. For example, the
-        value "products" of "model.remat" becomes "matmuls". No field moves to another section, and
-        unknown names stay. Values that did not change are returned as they are, also that of
-        `version`.
+        value "products" of "model.remat" becomes "matmuls". Each field stays in its section, which
+        may be renamed itself, and unknown names stay. Values that did not change are returned as
+        they are, also that of `version`.
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""

@@ -80,15 +80,17 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
             empty value is the text "". There are two kinds. The key may be the dotted name of a
             field, of a section or of an entry such as "reward.weights.shapes", whose value is YAML
             ("rollout.kept=12"); text without quotes is taken as it is, "#" included. Or the key may
-            be "model", "family", "explore", "objective" or "reward", and the value (if it is no
-            mapping) the name of a file in this folder of `solrl_jax/configs/` ("model=flux1").
-            "objective" and "reward" also accept a function `module:function`, and "reward" the URL
-            of a service or an entry point of another package.
+            be "model", "family", "explore", "objective" or "reward", and the value the name of a
+            file in this folder of `solrl_jax/configs/` ("model=flux1"). (If the value is a mapping,
+            "model" and "reward" are sections instead, and the others are refused.) "objective" and
+            "reward" also accept a function `module:function`, and "reward" the URL of a service or
+            an entry point of another package.
 
     Returns:
         The settings, the chosen files, and a message for each override that cannot be used. A
-        function, URL or entry point becomes a setting (`algorithm.objective`, or `reward.weights`
-        with the weight 1), which all other overrides of this field win over.
+        function, URL or entry point becomes the first setting (`algorithm.objective`, or
+        `reward.weights` with it alone, of weight 1), so all other overrides of this field win over
+        it, wherever they stand.
     """
     parsed = Overrides()
     plugins: dict[str, str] = {}  # the last choice for "reward" and "objective", if that is no file
@@ -132,8 +134,8 @@ def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) ->
         parsed: The overrides that were parsed so far. It gets a file in its `choices`, or a message
             in its `problems` if `name` is unknown.
         plugins: Functions, services and entry points that were chosen, by part. A choice that is no
-            file is added, in place of an earlier one of its part. Choosing a file removes the entry
-            of its part.
+            file is added, in place of an earlier one of its part; an earlier file of the part stays
+            in `choices`. Choosing a file removes the entry of its part.
         part: "model", "family", "explore", "objective" or "reward".
         name: The name of a file in the folder of the part; for an objective or a reward also
             `module:function`, and for a reward also a URL or an entry point.
@@ -151,7 +153,7 @@ def _is_reward(name: str) -> bool:
     """Returns whether a text can name a reward outside the package. Nothing is imported.
 
     Such names are functions `module:function`, URLs of services, and entry points of installed
-    packages.
+    packages in the group "solrl_jax.rewards" (`ENTRY_POINTS`).
 
     Args:
         name: The text. Any text with a colon counts as a function or URL.
@@ -166,8 +168,8 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
         tree: The configuration as nested dicts by section and field. It is changed.
         new: Nested dicts of the same form with the settings to copy. It is not changed, and `tree`
             shares no list or dict with it. Other fields of a section stay; a field that is a list
-            or a dict is replaced as a whole. Names that are no fields are copied too, and nothing
-            is checked.
+            or a dict is replaced as a whole, and so is a section that is no dict in `tree` or in
+            `new`. Names that are no fields are copied too, and nothing is checked.
         prefix: The dotted name of the section that `tree` and `new` are, with a dot at its end,
             e.g. "rollout."; "" for the whole configuration.
     """
@@ -189,10 +191,11 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
             `reward.paths` or `reward.options`, e.g. "reward.weights.shapes". Names of such entries
             may contain dots; but below `reward.options`, unless the value is a dict, the last dot
             separates the reward from its option. It may also name a section, whose other fields
-            stay. A name that is no field is added, and `build_config` refuses it. Nothing happens
-            if the section of the field was replaced by a value before, which `build_config` refuses
-            too.
-        value: The new value, which is copied and not checked; for a section a dict of fields.
+            stay. A name that is no field is added, and `build_config` refuses it. If an earlier
+            override put a value that is no dict in place of the section, nothing happens, because
+            `build_config` refuses that value.
+        value: The new value, which is copied and not checked; for a section a dict of fields
+            (anything else replaces the section).
     """
     *parents, last = _split_key(key, value)
     for name in parents:

@@ -34,8 +34,9 @@ REWARDS = ("pickscore", "clipscore", "hpsv2", "imagereward")  # the paper's
 def preset_names() -> list[str]:
     """Returns the names of all presets.
 
-    First those that have a YAML file of their own, e.g. "tiny", then all combinations
-    MODEL_FAMILY_REWARD, e.g. "sana_sol_rl_pickscore".
+    First those that have a YAML file of their own, e.g. "tiny", sorted; then all combinations
+    MODEL_FAMILY_REWARD of the released models, e.g. "sana_sol_rl_pickscore", in the order of
+    `released_models`, `FAMILIES` and `REWARDS`.
     """
     return [*preset_files(), *_combined_presets()]
 
@@ -43,7 +44,8 @@ def preset_names() -> list[str]:
 def released_models() -> list[str]:
     """Returns the names of the released models that presets can train, e.g. "sana", sorted.
 
-    The tiny models inside this package are not among them.
+    They are the files of `solrl_jax/configs/model/` but those of the tiny models inside this
+    package, whose names begin with "tiny-".
     """
     return [name for name in part_files("model") if not name.startswith("tiny-")]
 
@@ -54,7 +56,8 @@ def _combined_presets() -> dict[str, dict[str, str]]:
 
     Returns:
         For each preset, by its name such as "sana_sol_rl_pickscore", the names of its files by
-        part: {"model": "sana", "family": "sol_rl", "reward": "pickscore"}.
+        part: {"model": "sana", "family": "sol_rl", "reward": "pickscore"}. The other parts are
+        those of `DEFAULT_PARTS`.
     """
     combinations = itertools.product(released_models(), FAMILIES, REWARDS)
     return {
@@ -67,8 +70,9 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
     """Returns the configuration of a preset with overrides.
 
     A preset combines files of `solrl_jax/configs/`: one each for the model, the family, the
-    exploration, the objective and the reward. Field names of the previous version are accepted,
-    with a FutureWarning. Nothing is imported or loaded.
+    exploration, the objective and the reward, and then its own file if it has one; later ones win.
+    Field names of the previous version are accepted, with a FutureWarning. Nothing is imported or
+    loaded.
 
     Args:
         preset: The name of the preset, e.g. "tiny" or "sana_sol_rl_pickscore".
@@ -79,7 +83,7 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
 
     Returns:
         The checked configuration. If `run.dir` is "", the default, it becomes
-        "runs/PRESET-FAMILY-seedSEED".
+        "runs/PRESET-FAMILY-seedSEED", with the family and the seed after all overrides.
 
     Raises:
         ConfigError: If the preset is unknown, an argument is not text, or an override or the
@@ -117,9 +121,10 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
         overrides: Texts `key=value`; later ones win. A key is the dotted name of a field, with a
             value in YAML ("rollout.kept=12"). "explore=NAME" sets the fields of a file in
             `solrl_jax/configs/explore/`, over which explicit fields win, and updates the model's
-            quantization rules, unless the user has changed them. Other files cannot be chosen, but
-            "objective" and "reward" may name e.g. a user's function (`parse_overrides`). Field
-            names of the previous version are accepted, with a FutureWarning.
+            quantization rules, unless the user has changed them. Other files are refused, also
+            "objective=nft" (the field is `algorithm.objective`), but "objective" and "reward" may
+            name e.g. a user's function (`parse_overrides`). Field names of the previous version are
+            accepted, with a FutureWarning.
 
     Returns:
         The new configuration, checked.
@@ -203,9 +208,9 @@ def _apply_files(
 ) -> None:
     """Copies the settings of the files that make up a preset into a configuration, in place.
 
-    A file may also contain conditional settings under `when`, such as `when: {family=sol_rl: ...}`,
-    which only apply if that file was chosen for that part. They are copied after the other settings
-    of all files.
+    Conditional settings of a file, such as `family=sol_rl: {rollout: ...}` under `when`, only apply
+    if that file was chosen for that part. They are copied after the other settings of all files, in
+    the order of the files.
 
     Args:
         tree: The configuration as nested dicts. It is changed.
@@ -237,8 +242,9 @@ def _apply_quantization_rules(tree: dict[str, Any], model: str, option_set: str)
     """Updates the section `model.quantization` of a configuration for a set of exploration options,
     in place.
 
-    Each model's file has such rules for each set. A section that differs from all of them was
-    changed by the user, and stays.
+    The section of a preset depends on its model and its exploration options
+    (`_quantization_rules`). A section that differs from those of all sets was changed by the user,
+    and stays.
 
     Args:
         tree: The configuration as nested dicts. It is changed.
@@ -262,7 +268,7 @@ def _quantization_rules(model: str, option_set: str) -> dict[str, Any]:
         option_set: The name of the set, a file in `solrl_jax/configs/explore/`.
 
     Returns:
-        The section as a new dict.
+        The section as a new dict, with the defaults of fields that the model's file does not set.
     """
     content = read_file(f"model/{model}")
     tree = to_tree(Config())

@@ -116,11 +116,12 @@ class Quantization(Section):
         modules_to_not_convert: Texts. A layer whose parameter path contains one of them is not
             quantized. Each must be in the path of a layer.
         min_width_ratio: Excludes narrow layers, at least 0. A layer is not quantized if its width,
-            the larger of its numbers of inputs and outputs, is at most this factor times the width
-            of the narrowest layer in the transformer's blocks. 0 excludes none.
+            the larger of its numbers of inputs and outputs, is at most this factor times that of
+            the narrowest layer in the transformer's blocks (without regard to `fused`). 0 excludes
+            none.
         fused: Regular expressions of parameter paths, each of which must match a layer. Layers of
-            one module that match the same expression count as one wide layer for `min_width_ratio`,
-            because the authors' code fuses them, e.g. keys and values.
+            one module that match the same expression count as one layer with all their outputs for
+            `min_width_ratio`, because the authors' code fuses them, e.g. keys and values.
     """
 
     modules_to_not_convert: tuple[Text, ...] = (
@@ -151,21 +152,23 @@ class Model(Section):
             "embedded:NAME" for a pipeline inside this package.
         height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         width: Image width in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
-        frames: The number of frames of clips, 1 to 16384, for sizes without their own; required by
-            video models. None: the model makes images.
+        frames: The number of frames of clips, 1 to 16384, for sizes of (height, width) alone;
+            required by video models. None: the model makes images.
         max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
         instruction: A text file with an instruction that precedes every prompt (the
             `complex_human_instruction` of SANA). None: no instruction.
         prompt_cache_dir: A directory that keeps the embeddings of prompts, so that the text
             encoders are loaded only for new prompts. "": a directory in the user's cache (~/.cache
-            by default). None: prompts are encoded again in every iteration.
+            by default). None: prompts are encoded again in every iteration, by text encoders that
+            stay in memory.
         vae_tile_size: The side in pixels, 1 to 16384, of the overlapping tiles in which latents are
-            decoded, to save memory; a multiple of the pixels per latent pixel. None: whole images
-            are decoded. Long clips are decoded in chunks of frames in either case.
+            decoded, to save memory; a multiple of the side in pixels of one latent pixel (32 for
+            SANA). None: whole images are decoded. Long clips are decoded in chunks of frames in
+            either case.
         attention: The attention among image tokens. "default": that of the released network.
             "mhla": multi-head linear attention (arXiv 2601.07832), for SANA only.
-        mhla_blocks: For "mhla": the number of blocks that the tokens of an image are divided into,
-            M in its paper, 1 to 4096.
+        mhla_blocks: For "mhla": the number of equal blocks that the grid of tokens of an image must
+            divide into, M in its paper, 1 to 4096.
         mhla_released: For "mhla": True for the variant in its authors' code, False for that in
             their paper.
         mhla_norm: For "mhla": whether queries and keys are normalized even if the released network
@@ -205,21 +208,23 @@ class Explore(Section):
             if `rollout.regenerate` is False.
         sigmas: The noise levels of the steps. "default": the schedule `rollout.schedule` with
             `num_steps` steps. "first": half of the steps (rounded down) are the first ones of the
-            schedule with `rollout.num_steps` steps; the others divide the rest, and their solver
-            coefficients are fitted to samples of the base model.
+            schedule with `rollout.num_steps` steps; the others skip evenly through the rest of it,
+            and their solver coefficients are fitted to samples of the base model.
         exact_steps: The number of steps at the beginning that run in `rollout.precision` instead,
-            at least 0 and less than `num_steps`. Where they are the first steps of the
-            regeneration too and add no noise, it starts after them (`rl.explore.continuation`).
+            at least 0 and less than `num_steps`. No effect if `precision` does not quantize. Where
+            they are the first steps of the regeneration too and add no noise, the regeneration
+            starts after them (`rl.explore.continuation`).
         correction_rank: The rank of an unquantized low-rank branch beside each quantized matmul, as
             in SVDQuant, 0 to 4096. 0: no branch.
         attention: "default": softmax attention runs in the training precision. "fp8": it runs in
             FP8 (E4M3), for FLUX.1, FLUX.2, SD3 and Wan, with a `precision` that quantizes.
-        min_rank_correlation: The smallest accepted Spearman correlation between the rewards of the
-            kept samples in exploration and after regeneration, from -1 to 1. If the median of the
-            last 3 iterations is below it, the run explores with all steps, and then in finer
-            formats; it tries to go back after 10 good iterations, and after twice as many each time
-            that this fails. None: nothing is changed. It needs `rollout.regenerate`, and `reward`
-            None.
+        min_rank_correlation: The smallest accepted Spearman correlation, from -1 to 1, between the
+            rewards of a prompt's kept samples in exploration and after regeneration, as the mean
+            over the prompts of an iteration. If the median of the last 3 iterations is below it,
+            the run explores with all steps, and then in finer formats (FP8, and the training
+            precision), one change at a time; it tries to undo the last one after 10 good
+            iterations, and after twice as many each time that this fails. None: nothing is changed.
+            It needs `rollout.regenerate`, and `reward` None.
         reward: Weights of other scores that rank the candidates, by name, for the case that those
             in `reward.weights` are too slow or too expensive for all candidates. The kept ones are
             scored by `reward.weights` in any case. None: `reward.weights` ranks the candidates. It
@@ -248,13 +253,13 @@ class Rollout(Section):
         kept: K, the number of candidates per prompt that are trained on, from 2 to `candidates`. It
             must be even with "best_worst".
         selection: Which candidates are kept, by their explored reward. "best_worst": the K/2 best
-            and the K/2 worst. "best_random": the K/2 best and random others. "random": random ones.
-            "best": the K best.
+            and the K/2 worst. "best_random": the K/2 best (rounded down) and random others.
+            "random": random ones. "best": the K best.
         explore: How candidates are generated: number format, steps and noise levels.
         size: The (height, width) in pixels of the images for training, or a tuple of several sizes:
-            as many iterations in a row use each of them once, in an order drawn from `seed`. A size
-            of clips may have a number of frames as a third entry. None: the size in the section
-            `model`.
+            as many iterations in a row use each of them once, in an order that is drawn anew each
+            time, from `seed`. A size of clips may have a number of frames as a third entry. None:
+            the size in the section `model`.
         regenerate: True: the kept samples are generated again from the same noise, in `precision`
             with `num_steps` steps. False: the explored samples are trained on.
         num_steps: The number of solver steps of regeneration, 1 to 1000. The update trains at the
@@ -268,9 +273,9 @@ class Rollout(Section):
             least 1 and less than `num_steps`. None: all steps but the last add noise.
         sde_window_every: The number of iterations after which the window moves on by one step, at
             least 1. From its last place it moves back to the first step.
-        schedule: How sigmas are spaced: "linear" equally and then shifted; "sd3" as the released
-            scheduler of SD3 does, which shifts twice; "flux" equally, with a shift that follows
-            from the image size.
+        schedule: How sigmas (noise levels, from 1 for pure noise down to 0) are spaced: "linear"
+            equally and then shifted; "sd3" as the released scheduler of SD3 does, which shifts
+            twice; "flux" equally, with a shift that follows from the image size.
         shift: The factor k of the shift, which maps a sigma s to k s / (1 + (k - 1) s), from 0.001
             to 1000. Above 1 it moves sigmas towards high noise. "flux" does not use it.
         guidance_scale: The scale of classifier-free guidance, at least 0; up to 1 there is none, as
@@ -280,9 +285,10 @@ class Rollout(Section):
         per_device_batch_size: The largest number of samples that one device generates at once, at
             least 1.
         precision: The number format of regeneration, update and evaluation: "bf16" or "fp32".
-        scoring_precision: The number format of the decoder and of reward networks. "half": BF16 and
-            FP16 (BF16 on TPUs). "fp32": float32. "auto": "half" if `precision` is "bf16" and the
-            device computes in BF16; else the dtype that the decoder was released for, and float32.
+        scoring_precision: The number format of the decoder and of reward networks. "half": BF16 for
+            the decoder and FP16 (on TPUs BF16) for rewards. "fp32": float32. "auto": "half" if
+            `precision` is "bf16" and the device computes in BF16; else the dtype that the decoder
+            was released for, and float32 for rewards.
 
     Raises:
         ConfigError: If two fields contradict each other.
@@ -429,8 +435,9 @@ class Rollout(Section):
         """Returns the index, from 0, of the first solver step that adds noise in an iteration.
 
         It grows by one after every `sde_window_every` iterations, and starts again at 0 when the
-        window would reach the last step. It is always 0 without a window (`sde_window_size` is
-        None) or without noise (`noise_level` is 0).
+        window would include the last step: its largest value is `num_steps - sde_window_size - 1`.
+        It is always 0 without a window (`sde_window_size` is None) or without noise (`noise_level`
+        is 0).
 
         Args:
             iteration: The number of the iteration, from 1.
@@ -452,15 +459,17 @@ class Reward(Section):
 
     A score is named by its reward: a name in the package such as "pickscore", "judge-NAME", a
     function `module:function`, an entry point of another package, or the URL of a service. A reward
-    with several scores names the others "REWARD/SCORE", e.g. "geneval/strict".
+    with several scores has one of its own name, and names the others "REWARD/SCORE", e.g.
+    "geneval/strict". Services, judges, functions that are given images, and "ocr", "geneval" and
+    the "jpeg_" rewards of the package are rewards outside JAX, which worker processes compute.
 
     Attributes:
         weights: The weight of each score by its name, at least one. Weights may be negative.
         paths: Directories or hub repositories of released reward models, by the name of the reward,
             or of a part of it such as "pickscore/tokenizer". Without an entry, it is the released
-            repository, or a file in the working directory's folder `weights` that `solrl convert`
-            makes from a released pickle. Repositories are downloaded unless they are in the hub's
-            cache.
+            repository, or for "hpsv2", "imagereward" and "aesthetic" a file in the working
+            directory's folder `weights` that `solrl convert` makes from a released pickle.
+            Repositories are downloaded unless they are in the hub's cache.
         options: Keyword arguments of functions and of rewards outside JAX, by the name of the
             reward, e.g. {"ocr": {"threads": 2}}.
         eval_only: Names of scores that evaluations also compute, but that are not trained on. They
@@ -469,15 +478,15 @@ class Reward(Section):
         timeout: The seconds that a reward outside JAX may take for one batch of images, above 0 and
             at most 1e6.
         on_failure: What happens if a call of a reward outside JAX fails. "stop": the run ends.
-            "skip": its images are not trained on; the run ends after 32 calls of one reward in a
-            row without any score.
+            "skip": its images have no score, so they are not trained on and not counted in
+            evaluations; the run ends after 32 calls of one reward in a row without any score.
         group_size: For rewards that compare images with each other: how many candidates of a prompt
             they compare at once at most, 2 to 4096. More candidates are divided into groups.
-        frames: The number of frames of a clip that rewards score as images, at least 1. 1: the
-            first frame, and no other is decoded in rollouts. More are equally spaced from the first
-            to the last, and the score of the clip is the mean over them. No effect on rewards of
-            whole clips; must be 1 if there are no others, and for rewards that compare images with
-            each other.
+        frames: The number of frames of a clip that rewards score as images, at least 1 (all of
+            them, if the clip has fewer). 1: the first frame, and no other is decoded in rollouts.
+            More are equally spaced from the first to the last, and the score of the clip is the
+            mean over them. No effect on rewards of whole clips. It must be 1 if all rewards are of
+            whole clips, or if one compares images with each other.
         combine: How several scores make one ranking and one advantage. "sum": by their weighted
             sum. "advantages": each score is first normalized over the candidates of its prompt, so
             that its scale does not matter (MixGRPO, GDPO); this needs at least two scores.
@@ -536,14 +545,15 @@ class Algorithm(Section):
             "dance_grpo", "flow_cps", "grpo_guard" or "flow_dppo", or a function of yours as
             `module:function`.
         beta: Above 0, for three objectives. nft and opsd: how far the implicit positive policy lies
-            from the old policy towards the trained one. dpo: the strength of the preference.
+            from the old policy towards the trained one (1: it is the trained one). dpo: the
+            strength of the preference.
         kl_coef: The weight in the loss, at least 0, of the distance to the base model (usually the
             mean squared difference of the predicted velocities).
         kl_fraction: The fraction of the loss terms, above 0 and at most 1, for which that distance
             is computed, to save time. They are drawn at random and scaled up. Their number in a
             micro-batch of `optimizer.per_device_batch_size` terms is rounded up: 0.25 computes it
-            for half of the terms if that is 2, and for all if it is 1. Must be 1 with dpo and with
-            functions of yours.
+            for one of 2 terms, and for every term in micro-batches of 1. Must be 1 with dpo and
+            with functions of yours.
         clip_range: Above 0, for flow_grpo, mix_grpo, dance_grpo, flow_cps, grpo_guard and awm: the
             probability ratio of the trained to the old policy is clipped to 1 +- this.
         kl_mask_threshold: Above 0, for flow_dppo: terms that increase the divergence of the trained
@@ -553,28 +563,30 @@ class Algorithm(Section):
             level. Ignored if `last_steps` is set.
         last_steps: At least 1 and at most `rollout.num_steps`, for objectives on reward gradients
             (opsd, refl, draft, or yours): each sample is trained at the beginning of one of this
-            many last steps of its trajectory, drawn at random. Must be 1 for draft. None: at the
-            state that `query_sigma` selects.
+            many last steps of its trajectory, drawn at random. Must be 1 for draft
+            (`objective=draft` sets it). None: at the state that `query_sigma` selects.
         target_radius: Above 0, for opsd: how far the targets lie from the clean latents that the
             old policy predicts, as a fraction of their norm.
         target_steps: At least 1, for opsd: the number of steps along the gradient of the reward in
             which each target is reached.
         adv_clip_max: Advantages, in standard deviations of the reward, are clipped to +- this;
             above 0.
-        adv_mode: What is made of the advantages. "all": nothing. "positive_only", "negative_only":
-            those of the other sign become 0. "one_only": positive ones become 1, others 0.
-            "binary": they are replaced by their sign.
+        adv_mode: What is made of the clipped advantages. "all": nothing. "positive_only",
+            "negative_only": those of the other sign become 0. "one_only": positive ones become 1,
+            others 0. "binary": they are replaced by their sign.
         global_std: Whether rewards are divided by their standard deviation over the whole iteration
             (True) or over the samples of their own prompt (False).
         timestep_fraction: The share of the schedule's sigmas at which each sample is trained, above
             0 and at most 1. At least one sigma must result. They are drawn at random for each
             sample, from the steps that add noise where the objective trains on these. opsd, refl
             and draft do not read it.
-        decay_type: How slowly the old policy follows the trained one. 0: at once. 1: its decay rate
-            grows by 0.001 per optimizer step up to 0.5. 2: it is 0 up to step 75 and then grows by
-            0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
+        decay_type: How slowly the old policy follows the trained one. After each iteration the mean
+            of both replaces it, in which its weight is the decay rate. 0: the rate is 0. 1: it
+            grows by 0.001 per optimizer step of the run up to 0.5. 2: it is 0 up to step 75 and
+            then grows by 0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
         ema_decay: The decay rate of the EMA (an exponential moving average of the policy) per
-            optimizer step, at least 0 and below 1. At step t it is at most (1 + t) / (10 + t).
+            optimizer step, at least 0 and below 1. At step t, from 1, it is at most (1 + t) / (10 +
+            t).
 
     Raises:
         ConfigError: If `kl_fraction` is below 1 with dpo or a function of yours.
@@ -678,7 +690,8 @@ class Optimizer(Section):
         beta2: The decay rate of the second moment, at least 0 and below 1.
         eps: Added to the root of the second moment, above 0.
         weight_decay: The coefficient of the decoupled weight decay, at least 0.
-        max_grad_norm: Gradients whose global norm is larger are scaled down to it; above 0.
+        max_grad_norm: The gradient of an optimizer step is scaled down to this global norm if its
+            own is larger; above 0.
         steps_per_iteration: The number of optimizer steps per iteration, at least 1. It must divide
             the number of terms.
         per_device_batch_size: The largest number of terms whose gradient one device computes at
@@ -722,13 +735,13 @@ class Train(Section):
     Attributes:
         iterations: The number of iterations, at least 1. Each generates samples, selects some, and
             updates the policy.
-        num_prompts: The number of prompts per iteration, at least 1. If the set has fewer, all of
-            them are used.
+        num_prompts: The number of prompts per iteration, at least 1. If the set has fewer, it
+            becomes the largest number up to that of the set with which this configuration is valid.
         parameters: What is trained. "adapters": the LoRA adapters. "all": all parameters of the
             transformer, without adapters. Any other text is a regular expression: parameters whose
-            whole path, such as "transformer_blocks/attn2/to_k/kernel" (one for all blocks), matches
-            it are trained in full, and the other targets of `lora` get adapters. Parameters that
-            `model.attention="mhla"` adds are trained in full in any case.
+            whole path, such as "transformer_blocks/attn2/to_k/kernel" (one path for the layers of
+            all blocks), matches it are trained in full, and the other targets of `lora` get
+            adapters. Parameters that `model.attention="mhla"` adds are trained in full in any case.
     """
 
     iterations: PositiveInt = 1000
@@ -741,8 +754,8 @@ class Eval(Section):
     """The evaluation of the EMA policy on the test prompts.
 
     Attributes:
-        every: The number of iterations between two evaluations, at least 0. 0: only before and
-            after the run.
+        every: The number of iterations between two evaluations, at least 0. The policy is also
+            evaluated before the first and after the last iteration. 0: only then.
         size: The (height, width) of the images in pixels, and for clips also the number of frames.
             None: the size in the section `model`.
         num_steps: The number of solver steps, 1 to 1000.
@@ -751,9 +764,9 @@ class Eval(Section):
         num_images_per_prompt: The number of images per prompt, at least 1.
         seed: The seed of the initial noise, from 0 to 2^31 - 1. Runs with equal seeds can be
             compared image by image.
-        num_grid_images: The largest number of images, up to four per prompt, in the image grid that
-            each evaluation writes, 0 to 1024, and the largest number of candidates in that of the
-            training iteration before it. 0: no grids.
+        num_grid_images: Each evaluation writes a grid of its images, and one of kept candidates of
+            the training iteration that it follows. This is the largest number of images in the
+            first and of candidates in the second, up to four per prompt, 0 to 1024. 0: no grids.
     """
 
     every: NonNegativeInt = 50
@@ -772,7 +785,8 @@ class Mesh(Section):
     Attributes:
         data: The number of devices along the axis whose devices have different samples and the same
             parameters. At least 1 (devices that the mesh does not need stay unused, but each
-            process must have one in it), or -1 for all devices that the other axes leave.
+            process must have one in it), or -1 for all devices; the product of the other axes must
+            then divide their number.
         fsdp: The number of devices along the axis whose devices have different samples and share
             the parameters (fully sharded data parallelism), at least 1.
         tensor: The number of devices along the axis whose devices share each matmul (tensor
@@ -809,8 +823,8 @@ class Run(Section):
             use runs/PRESET-FAMILY-seedSEED.
         checkpoint_every: The number of iterations between two checkpoints, at least 1.
         keep_checkpoints: The number of checkpoints that are kept, the newest ones, at least 1.
-        keep_best: The number of checkpoints with the best reward in evaluations that are kept in
-            addition, at least 0. Above 0, every evaluation saves a checkpoint.
+        keep_best: The number of checkpoints with the best "eval/reward" that are kept in addition,
+            at least 0. Above 0, every evaluation saves a checkpoint.
         tensorboard: Whether metrics are also written for TensorBoard.
         wandb: Whether metrics are also sent to Weights & Biases, to the project "solrl_jax".
     """
@@ -908,9 +922,9 @@ class Config(Section):
         """Checks that the old policy can follow the trained one in BF16.
 
         Raises:
-            ConfigError: If `algorithm.decay_type` is 2 while parameters are trained in full in
-                BF16 (also those that "mhla" adds), where the small moves of the old policy would be
-                rounded away.
+            ConfigError: If `algorithm.decay_type` is 2 while parameters are trained in full (also
+                those that "mhla" adds) and `rollout.precision` is "bf16", where the small moves of
+                the old policy would be rounded away.
         """
         only_adapters = self.train.parameters == "adapters" and self.model.attention != "mhla"
         # With a decay of 0.999 the old policy moves by a thousandth of the difference, which BF16
@@ -933,8 +947,8 @@ class Config(Section):
 
         Raises:
             ConfigError: If `mesh.sequence` is above 1 while `train.parameters` trains parameters in
-                full in BF16. Those of "mhla" do not count: SANA refuses it with sequence
-                parallelism.
+                full in BF16. Those that "mhla" adds are not considered, because SANA refuses "mhla"
+                with sequence parallelism when it is traced.
         """
         in_full = self.train.parameters != "adapters"
         if self.mesh.sequence > 1 and in_full and self.rollout.precision == "bf16":
@@ -949,11 +963,12 @@ class Config(Section):
         of the package, and this method must be called for a function.
 
         Raises:
-            ConfigError: If an objective on pairs gets an odd number of samples or terms; one on
-                transitions too few steps that add noise; one on reward gradients another
-                `reward.combine` than "sum", an unsuitable `algorithm.last_steps`, or several
-                sigmas; or one of the latter two kinds samples of a quantized exploration. Also if
-                the function's attribute `trains_on` has an unknown value.
+            ConfigError: If an objective on pairs gets an odd number of samples or terms; if one on
+                transitions gets too few steps that add noise; if one on reward gradients gets
+                another `reward.combine` than "sum", an unsuitable `algorithm.last_steps`, or (for a
+                function) several sigmas; or if one on transitions or reward gradients gets samples
+                of a quantized exploration without regeneration. Also if the function's attribute
+                `trains_on` has an unknown value.
             ImportError, AttributeError: If the function does not exist.
         """
         match self.algorithm.trains_on:
@@ -1013,7 +1028,7 @@ class Config(Section):
 
         Raises:
             ConfigError: If samples are not regenerated and `rollout.explore.precision` is not
-                "bf16" or "fp32".
+                "bf16" or "fp32" ("auto" is refused too).
         """
         rollout = self.rollout
         if not rollout.regenerate and rollout.explore.precision not in ("bf16", "fp32"):
@@ -1083,9 +1098,10 @@ class Config(Section):
 
     @property
     def num_recorded_steps(self) -> int:
-        """The number of solver steps whose latents are recorded for training.
+        """The number of solver steps that are recorded for training: the latents before the first
+        one and after each.
 
-        It is the number of steps that add noise if the objective trains on transitions, and else 0:
+        It is the number of steps that add noise if the objective trains on transitions, and else 0;
         the one state that reward gradients need is not counted. A function of the user's
         (`algorithm.objective`) is imported for this.
 

@@ -48,12 +48,14 @@ def _plain(value: Any) -> Any:
 
 
 def from_yaml(text: str) -> Config:
-    """Reads a configuration from YAML text, of this version or the one before.
+    """Reads a configuration from YAML text, of this version or the one before, which is translated
+    without a warning.
 
     Fields that are missing get their defaults.
 
     Args:
-        text: The YAML text, as `to_yaml` writes it. It must have the key `version`.
+        text: The YAML text, as `to_yaml` writes it, of at most 65,536 characters. It must have the
+            key `version`.
 
     Returns:
         The checked configuration.
@@ -123,11 +125,11 @@ def parse(text: str, name: str) -> Any:
         name: What error messages call the text, e.g. "configuration".
 
     Returns:
-        Nested dicts and lists of plain values; None for empty text.
+        Nested dicts and lists of text, numbers, booleans, dates and None; None for empty text.
 
     Raises:
-        ConfigError: If the text is not YAML, is too long, or has lists and mappings more than 32
-            levels deep. Also for repeated keys, tags and aliases.
+        ConfigError: If the text is not YAML, is too long, or has a value inside 32 or more lists
+            and mappings. Also for repeated keys, tags and aliases.
     """
     try:
         return parse_yaml(text)

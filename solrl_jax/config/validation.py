@@ -46,8 +46,9 @@ def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
         The configuration.
 
     Raises:
-        ConfigError: If there is any problem. Its message has all of them, joined by "; ", but only
-            the first one of rules between fields.
+        ConfigError: If there is any problem. Its message has all of them, joined by "; ", but of
+            broken rules between fields only the first one of each section, and of those between
+            sections only the first, if each section is valid.
     """
     messages = list(problems)
     try:
@@ -74,7 +75,8 @@ def describe_error(
             dotted name. None: `unknown_key_message`.
 
     Returns:
-        The message in one line. None for an error that only repeats another one.
+        The message in one line, in which the value is cut to 80 characters; it is shown even if it
+        holds a secret. None for an error that only repeats another one.
     """
     kind = error["type"]
     value = error["input"]
@@ -104,7 +106,8 @@ def describe_error(
 
 
 def field_names(section: type = Config, prefix: str = "") -> list[str]:
-    """Returns the dotted names of all fields and subsections of a section.
+    """Returns the dotted names of all fields and subsections of a section, each subsection followed
+    by its own fields.
 
     Args:
         section: The class of the section.
@@ -128,7 +131,8 @@ def section_names() -> frozenset[str]:
 def unknown_key_message(key: str) -> str:
     """Returns the error message for a dotted key that is not a field, with a proposal.
 
-    The proposal is the field with the most similar name, or a list of the fields of its section.
+    The proposal is the field with the most similar name, or a list of the fields of its section (of
+    the top level, if there is no such section).
 
     Args:
         key: The dotted key.

@@ -25,8 +25,8 @@ class ConfigError(ValueError):
     """The error for a configuration that cannot be used.
 
     The message is one line. For each invalid field it gives the name, the value (unless that may
-    hold a secret) and the accepted values, with "; " between fields. If several rules between
-    fields are broken, it reports only the first.
+    hold a secret) and the accepted values, with "; " between fields. If several rules between the
+    fields of a section are broken, it reports only the first.
     """
 
     @classmethod
@@ -35,7 +35,7 @@ class ConfigError(ValueError):
 
         Args:
             field: The dotted name of the field, e.g. "rollout.kept".
-            value: The value that was given.
+            value: The value that was given. The message shows it, so it must not hold a secret.
             accepted: What is accepted, as a phrase, e.g. "must be at least 2".
         """
         return cls(f"{field}={brief_repr(value)}: {accepted}")
@@ -75,8 +75,9 @@ def contains_secret(name: str) -> bool:
     """Returns whether the name of a reward is a URL that seems to contain a password or a token.
 
     That is a user name or password before the host, or a parameter (after "?" or "#") whose name
-    contains a word such as "key", "token" or "pass", in any case of letters. Text without "="
-    counts as a name. A run records its configuration, so such URLs are refused.
+    contains "key", "token", "secret", "pass", "auth" or "signature", also within a word, or is
+    "sig", in any case of letters. A parameter without "=" counts as a name. A run records its
+    configuration, so such URLs are refused.
 
     Args:
         name: The name of a reward. If it contains no "://", the result is False.
@@ -152,8 +153,8 @@ def _wrap_single_size(value: Any) -> Any:
             frames], or a list of such lists.
 
     Returns:
-        A list with the size if it is a single one; anything else (also an empty list or a tuple) as
-        it is.
+        A list with the size if it is a single one, that is, a list whose first entry is no list.
+        Anything else as it is: an empty list, and a tuple, which counts as a tuple of sizes.
     """
     is_single = isinstance(value, list) and value and not isinstance(value[0], list)
     return [value] if is_single else value

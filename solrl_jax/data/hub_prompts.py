@@ -135,8 +135,9 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     patterns decide; splits without a matching file are left out. Otherwise only the files with the
     most frequent ending count (of equally frequent ones, the first in `DATA_ENDINGS`; ".json" and
     ".jsonl" are two), and their names decide. "NAME-00000-of-00002.parquet" belongs to the split
-    NAME, and another file to the split that its path mentions, e.g. "val" for "validation". If no
-    file mentions a split, all belong to "train"; if only some do, the others are left out.
+    NAME (letters, digits, "_" and "." alone), and another file to the split that its path mentions,
+    e.g. "val" for "validation". If no file mentions a split, all belong to "train"; if only some
+    do, the others are left out.
 
     Args:
         files: The paths of all files of the repository, with "/" between the parts.
@@ -185,7 +186,8 @@ def _compile_glob(pattern: str) -> re.Pattern[str]:
         pattern: The pattern of a path, from the top of the repository, e.g. "data/**/train-*".
 
     Returns:
-        The expression, which matches the whole path of a file, with "/" between its parts.
+        The expression, whose `match` accepts only the whole path of a file, with "/" between its
+        parts.
     """
     return re.compile(glob_translate(STARS.sub("*", LEADING_STARS.sub(r"\1**/*", pattern))))
 
@@ -193,9 +195,10 @@ def _compile_glob(pattern: str) -> re.Pattern[str]:
 def _split_of(file: str) -> str | None:
     """Returns the split that the path of a file mentions, or None if it mentions none.
 
-    For "FOLDER/NAME-00000-of-00002.ENDING" it is NAME. Otherwise the last word of the path that is
-    in `SPLIT_WORDS` decides, in any case of letters; "val" and "dev", for instance, stand for
-    "validation". A word is a run of letters and digits, so "train2" mentions no split.
+    For "FOLDER/NAME-00000-of-00002.ENDING" it is NAME as it is, if that has letters, digits, "_"
+    and "." alone. Otherwise the last word of the path that is in `SPLIT_WORDS` decides, in any case
+    of letters; "val" and "dev", for instance, stand for "validation". A word is a run of letters
+    and digits, so "train2" mentions no split.
 
     Args:
         file: The path in the repository, folders included.
@@ -210,11 +213,11 @@ def _split_of(file: str) -> str | None:
 def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns the splits that the card of a data set declares, as patterns of file names.
 
-    A card has a list `configs`. Only one of its entries with `data_files` is read: the first with
-    `default: true` or the name "default", or else the first. Its `data_files` is an object of
-    patterns by split, a list of objects with "split" and "path" (the patterns), or patterns alone,
-    whose files belong to "train". Patterns are a text or a list of texts. Entries of other forms
-    are left out.
+    A card has a list `configs`. Only one of its entries with `data_files` is read: the first that
+    has `default: true` or `config_name: default`, or the first of all if none has. Its `data_files`
+    is an object of patterns by split, a list of objects with "split" and "path" (the patterns), or
+    patterns alone, whose files belong to "train". Patterns are a text or a list of texts. Entries
+    of other forms are left out.
 
     Args:
         card: The metadata of the card by name. Only "configs" is read.
@@ -259,8 +262,9 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
 
     Args:
         splits: The sorted paths of the files of each split, by its name.
-        reference: The reference, of which the field `split` is read: the name of the split. None:
-            "train" if there is one, or the only split.
+        reference: The reference, of which the field `split` is read: the name of the split, a key
+            of `splits` ("val" is not "validation"). None: "train" if there is one, or the only
+            split.
         where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
@@ -341,11 +345,11 @@ def _snapshot(name: str, files: Sequence[str], where: str) -> Path:
 
     Returns:
         The local directory of the newest revision, which has the files. If the hub cannot be
-        reached, the directory of the newest revision in the cache, where some of the files may be
-        missing.
+        reached or refuses, the directory of the newest revision in the cache, where some of the
+        files may be missing.
 
     Raises:
-        InputError: If a download fails, or the hub cannot be reached or refuses and the cache has
-            no revision.
+        InputError: If the hub cannot be reached or refuses, and the cache has no revision; or if a
+            download fails.
     """
     return hub.snapshot(name, lambda: files, f"{where}:", repo_type="dataset")

@@ -44,8 +44,9 @@ def split_column(path: str) -> tuple[Path, str | None]:
 
     Args:
         path: FILE or FILE:COLUMN. Only a FILE that ends in .json, .jsonl, .ndjson, .jsonlines,
-            .csv, .tsv or .parquet (`ENDINGS`) can have a column, which follows the last colon. If
-            a file of the whole name exists, colon included, that file is meant.
+            .csv, .tsv or .parquet (`ENDINGS`, in any case of letters) can have a column, which
+            follows the last colon and is not empty. If a file of the whole name exists, colon
+            included, that file is meant.
 
     Returns:
         The file, which need not exist, and the name of the column, or None without one.
@@ -58,7 +59,7 @@ def split_column(path: str) -> tuple[Path, str | None]:
 
 
 def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
-    """Reads a prompt file. Its ending decides the format.
+    """Reads a prompt file. Its ending, in any case of letters, decides the format.
 
     Args:
         file: A .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .parquet file. Any other file is
@@ -161,7 +162,7 @@ def _read_lines(text: str, where: str) -> list[Row]:
 
 
 def _is_json(text: str) -> bool:
-    """Returns whether a text is a list or an object of JSON.
+    """Returns whether a text is a list or an object of JSON that `parse_json` accepts.
 
     Args:
         text: Any text.
@@ -270,7 +271,8 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
 
     Args:
         text: The content of the file. Values may be in quotation marks, with a doubled mark for one
-            inside. If a TSV file breaks this rule, its quotation marks are ordinary characters.
+            inside. If those of a TSV file are used otherwise, all of them are read as ordinary
+            characters.
         ending: ".csv", whose values are separated by commas, or ".tsv" by tabs.
         column: The column of the prompt. None: the first of "prompt", "Prompt", "Prompts",
             "caption" and "text" that the header has.
@@ -278,14 +280,15 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
 
     Returns:
         One row per row of the table after the header, without blank ones; none for a blank file.
-        The metadata are the texts of the other columns, by the names in the header, which are read
-        without white space around them. Values that are missing at the end of a row are "". If two
-        columns have the same name, the later one is read.
+        The metadata are the texts of the other columns as they are written, by the names in the
+        header, which are read without white space around them. Values that are missing at the end
+        of a row are "". If two columns have the same name, the later one is read, also as the
+        prompt.
 
     Raises:
-        InputError: If a CSV file breaks the rule of quotation marks, a value is longer than 131,072
-            characters, there is no column of the prompt, a row has more values than the header, or
-            a row has no text in the column of the prompt.
+        InputError: If the quotation marks of a CSV file are used otherwise, a value is longer than
+            131,072 characters, there is no column of the prompt, a row has more values than the
+            header, or a row has no text in the column of the prompt.
     """
     delimiter = DELIMITERS[ending]
     try:
@@ -324,8 +327,8 @@ def _split_table(text: str, delimiter: str, quoting: Any) -> list[tuple[int, lis
         quoting: `csv.QUOTE_MINIMAL`, or `csv.QUOTE_NONE` if quotation marks are plain characters.
 
     Returns:
-        For each row that is not blank, the header included: the number of its last line in the
-        file, from 1, and its values as they are written.
+        For each row with a value that is not blank, the header included: the number of its last
+        line in the file, from 1, and its values as they are written.
 
     Raises:
         csv.Error: If quotation marks are not as in CSV, or a value has more than 131,072
@@ -355,7 +358,8 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
     Raises:
         InputError: If the file is missing or cannot be read, has no such column, has more than
             2**20 rows (`MAX_PROMPTS`), has a text that is not UTF-8 in a column that is not left
-            out, or has a row without a text in the column.
+            out, or has a row without a text in the column of the prompt (as every row if this
+            column is left out).
     """
     import pyarrow as pa  # not at the top, because worker processes import this file
     import pyarrow.parquet as pq

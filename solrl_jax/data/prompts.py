@@ -180,7 +180,8 @@ def load_instruction(path: str, field: str) -> str:
         field: The setting that names the file, e.g. "model.instruction", for messages.
 
     Returns:
-        The text of the file without one line feed at its end. Other white space stays.
+        The text of the file without one line feed at its end, to which prompts are joined as they
+        are. Other white space stays.
 
     Raises:
         InputError: If the file does not exist, is not UTF-8 text or is blank, or if the text has
@@ -207,7 +208,7 @@ def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) ->
         count: The number of prompts per iteration, at least 1 and at most `len(prompts)`.
 
     Returns:
-        `count` different entries of `prompts`, in the drawn order.
+        `count` entries of `prompts` from different positions, in the drawn order.
 
     Raises:
         ZeroDivisionError: If there are fewer than `count` prompts, or if `count` is 0.

@@ -97,10 +97,10 @@ def read_scheduler(
         pipeline_sigmas: What the pipeline gives its Euler scheduler. True, as FLUX does: the sigmas
             `linspace(1, 1/steps, steps)`, which are then shifted. False: the number of steps alone,
             from which the scheduler makes the sigmas (`sigmas.sd3`). Other schedulers ignore it.
-        mu: (steps, tokens) -> the logarithm of the shift of the sigmas, for configurations with
-            `use_dynamic_shifting`. None: the formula of FLUX.1 (`sigmas.flux_mu`), and a
-            configuration with other constants of that formula is refused. With a function, these
-            constants are not read.
+        mu: (steps, tokens) -> the logarithm of the shift of the sigmas, in place of `shift` in
+            configurations with `use_dynamic_shifting`. None: the formula of FLUX.1
+            (`sigmas.flux_mu`), and a configuration with other constants of that formula is refused.
+            With a function, these constants are not read.
 
     Returns:
         A tuple of three arrays:
@@ -118,9 +118,9 @@ def read_scheduler(
         ValueError: If the scheduler or the value of a setting is not supported. `EULER`, `FLUX_MU`,
             `DPM` and `UNIPC` list the accepted values, `shift_terminal` must be None or in [0, 1),
             and `shift` and `flow_shift` finite numbers of at least 1e-6. Also if `use_flow_sigmas`
-            or `prediction_type` of a multistep scheduler is absent, or if `use_dynamic_shifting` is
-            set without `pipeline_sigmas`. The message names the setting, its value and the accepted
-            values.
+            or `prediction_type` of a multistep scheduler is absent, or if the Euler scheduler has
+            `use_dynamic_shifting` without `pipeline_sigmas`. The message names the setting, its
+            value and the accepted values.
     """
     kind = config.get("_class_name")
     match kind:
@@ -198,8 +198,9 @@ def _check_settings(kind: str, config: dict[str, Any], settings: dict[str, tuple
     """Checks the settings of a scheduler against the values that this package supports.
 
     An absent setting has its default and is accepted. The exceptions are `use_flow_sigmas` and
-    `prediction_type` of the two multistep schedulers, whose defaults are not for flow models;
-    these are the schedulers with `use_flow_sigmas` in `settings` (`DPM` and `UNIPC`).
+    `prediction_type` of the two multistep schedulers, whose defaults are not for flow models; these
+    are the schedulers with `use_flow_sigmas` in `settings` (`DPM` and `UNIPC`). Other settings of
+    the file are not checked here.
 
     Args:
         kind: The name of the scheduler's class, for the message.

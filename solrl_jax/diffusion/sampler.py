@@ -59,7 +59,8 @@ def trajectory(
             1000) to velocities `noise - x0` in the shape of the latents and of any float dtype.
         noise: The latents at the first sigma, float32.
         seeds: One seed per latent, the two words of a key. The noise of stochastic steps is drawn
-            from the stream "solver" of each seed.
+            from the stream "solver" of each seed, with the draw numbers of the segment's own
+            schedule (`noise_weights`).
         recorded_steps: How many steps to record, from the first step of all segments that adds
             noise on (from step 0 if none does): at most the number of steps from there to the end.
             If above 0, the latents of all steps are kept in memory until the end. 0 records

@@ -33,9 +33,9 @@ class Schedule:
             v` at step i. Column 4, e, is the standard deviation of the noise that a step adds; 0
             for a deterministic step.
         noise_weights: How each step makes its noise from the numbered standard normal draws of a
-            seed: as their sum with the weights of its row, which has norm 1 (or is zero for a step
-            without noise). Usually step i has draw i alone; a coarse schedule combines the draws of
-            the full one, so that one seed gives both the same noise.
+            seed: as their sum with the weights of its row, which has norm 1 (or may be zero for a
+            step without noise). Usually step i has draw i alone; a coarse schedule combines the
+            draws of the full one, so that one seed gives both the same noise.
         embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1),
             a scalar. Other networks ignore it.
         guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598), a scalar. Ignored
@@ -66,7 +66,8 @@ class Schedule:
         """Builds the schedule that a configuration asks for, with any number of steps.
 
         The full schedule is that with `rollout.num_steps` steps. One with fewer steps adds the same
-        noise between the same sigmas for the same seed. One with more steps draws other noise.
+        noise between the same sigmas for the same seed. One with more steps draws other noise: step
+        i has draw i.
 
         Args:
             rollout: The section `rollout` of the configuration: `schedule` and `shift` give the
@@ -134,7 +135,8 @@ class Schedule:
     ) -> "Schedule":
         """Builds a schedule from its sigmas and solver coefficients. Nothing is checked.
 
-        Step i uses the noise draw number i of a seed, if it adds noise.
+        `noise_weights` is the identity: step i uses the noise draw number i of a seed, if it adds
+        noise.
 
         Args:
             sigmas: The `steps` + 1 noise levels, decreasing, the last one 0.
@@ -182,8 +184,8 @@ class Schedule:
         sample.
 
         Args:
-            last: The number of last steps that are drawn from, 1 to `steps`. None: there is one
-                step, the one that starts nearest to `sigma`.
+            last: The number of last steps that are drawn from, 1 to `steps` (not checked). None:
+                there is one step, the one that starts nearest to `sigma`.
             sigma: The noise level in (0, 1]. Not read unless `last` is None.
 
         Returns:
@@ -195,7 +197,8 @@ class Schedule:
     def with_sigmas(self, sigmas: Sigmas, table: Table) -> "Schedule":
         """Returns a schedule with other sigmas and coefficients, and the guidance of this one.
 
-        Its timesteps are 1000 times the sigmas, and step i uses the noise draw number i of a seed.
+        Its timesteps are 1000 times the sigmas, and its `noise_weights` the identity. These are
+        float32 NumPy arrays; `table` is taken as it is.
 
         Args:
             sigmas: The noise levels, decreasing, the last one 0. There may be more or fewer than in

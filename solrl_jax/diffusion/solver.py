@@ -51,11 +51,11 @@ def solver_table(
         sigmas: The noise levels in [0, 1], decreasing, the last one 0.
         eta: The noise level of a stochastic solver ("ddim", "flow_sde", "dance_sde" or "cps"): one
             number for all steps, or one per step. 0 is an Euler step. For "ddim", 1 adds noise with
-            the posterior variance of the forward process. For "cps", the noise at the next sigma is
-            `sin(eta pi / 2)` times fresh and `cos(eta pi / 2)` times predicted noise. The SDEs add
-            `g dw`, with `g = eta sqrt(s / (1 - s))` at the sigma s ("flow_sde"; at s = 1 the
-            divisor is 1 minus the next sigma) or `g = eta` ("dance_sde"). The last step never adds
-            noise. Deterministic solvers accept only 0.
+            the posterior variance of the forward process. For "cps", the noise at the next sigma s'
+            is `s' sin(eta pi / 2)` times fresh and `s' cos(eta pi / 2)` times predicted noise. The
+            SDEs add `g dw`, with `g = eta sqrt(s / (1 - s))` at the sigma s ("flow_sde"; at s = 1
+            the divisor is 1 minus the next sigma) or `g = eta` ("dance_sde"). The last step never
+            adds noise. Deterministic solvers accept only 0.
 
     Returns:
         The coefficients (a, b, c, d, e) of each step, float32, one row per step, in `x_next = a x +
@@ -113,8 +113,9 @@ def unipc_table(sigmas: Sigmas) -> Table:
 
     Args:
         sigmas: The noise levels, decreasing, the last one 0. If the first one is 1, where `lambda =
-            ln((1 - sigma) / sigma)` is minus infinity, the next step does not extrapolate from the
-            data prediction made there. diffusers starts just below 1 instead.
+            ln((1 - sigma) / sigma)` is minus infinity, the second step predicts in first order, and
+            the correction of its result does not use the data prediction made at 1. diffusers
+            starts just below 1 instead.
 
     Returns:
         The coefficients (a, b, c, d, 0) of each step, float32, one row per step (`solver_table`).
@@ -151,13 +152,15 @@ def _unic_weights(h: float, slope: float) -> tuple[float, float]:
     exact for predictions that are quadratic in lambda.
 
     Args:
-        h: The length of the step in `lambda = ln((1 - sigma) / sigma)`, above 0 and finite.
-        slope: `h / (lambda before the previous step - lambda before the step)`, at most 0: `1 / r`
-            for the r of arXiv 2302.04867.
+        h: The length of the corrected step in `lambda = ln((1 - sigma) / sigma)`, above 0 and
+            finite.
+        slope: `h / (lambda at the start of the step before it - lambda at its start)`, at most 0:
+            `1 / r` for the r of arXiv 2302.04867.
 
     Returns:
         The weight of `slope` times (the prediction before the last one minus the last one), and the
-        weight of (the next prediction minus the last one).
+        weight of (the next prediction minus the last one). The last prediction is that at the start
+        of the step, the next one that at its end.
     """
     b = np.expm1(-h)
     phi_2 = b / -h - 1
@@ -211,7 +214,7 @@ def shared_noise(
     A coarse step sums the noise that the full schedule adds between the same sigmas, scaled to
     variance 1. The noise of a full step that it covers in part is weighted by the covered fraction
     (not by its square root). One seed then follows the same path on both schedules. On the full
-    schedule itself, every step has its own draw.
+    schedule itself, every step that adds noise has its own draw.
 
     Args:
         sigmas: The sigmas of the coarse schedule, decreasing, including the final 0.

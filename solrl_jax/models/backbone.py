@@ -83,11 +83,15 @@ class Backbone:
                 BF16 from the rounded inputs. Only where `pipeline.attends_in_fp8` is set.
 
         Returns:
-            The velocity, of the shape of `latent`, in `self.dtype`.
+            The velocity, of the shape of `latent`, in `self.dtype`, gathered over the mesh axis
+            `sequence`.
 
         Raises:
             ValueError: while tracing, if the network does not support `fp8_attention` or the size
-                of the latents, or if the mesh axis `sequence` does not divide their tokens.
+                of the latents, or if the mesh axis `sequence` does not divide the number of image
+                tokens or, in networks with blocks for text and image as one sequence, that of both.
+            KeyError: while tracing, if `pipeline.gradient_checkpointing` is not "none", "matmuls"
+                or "blocks".
         """
         timestep = jnp.broadcast_to(timestep, latent.shape[:1])
         velocity = self.pipeline.velocity(
@@ -121,8 +125,9 @@ class Backbone:
         Returns:
             Arrays by name, with one row per prompt in the order of `prompts`, replicated over
             `self.mesh`. The names depend on the model: "text" [prompts, tokens, features] in the
-            dtype of the text encoders, and where the transformer takes them, "mask" [prompts,
-            tokens], bool, or "pooled" [prompts, features].
+            dtype of the text encoders, where tokens is `max_tokens` (Stable Diffusion 3 has those
+            of CLIP before them); and where the transformer takes them, "mask" [prompts, tokens],
+            bool, or "pooled" [prompts, features].
 
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
@@ -140,8 +145,8 @@ class Backbone:
 
         Returns:
             One entry per parameter: its path in the parameter tree, the names of its PyTorch
-            tensors, and their shape and order of axes. A parameter of stacked blocks has one entry
-            for all blocks.
+            tensors, their shape in this package's order of axes, and the kind of weight (`layout`),
+            which tells PyTorch's order. A parameter of stacked blocks has one entry for all blocks.
         """
         return parameter_table(self.pipeline.transformer.state)
 
@@ -163,11 +168,11 @@ def load_backbone(
     a run must call it with the same arguments.
 
     Args:
-        model: an open pipeline; or a name of one: the directory of a diffusers pipeline,
-            `embedded:NAME` for one that this package carries, or OWNER/NAME of a hub repository,
-            whose newest revision is downloaded if it is not in the hub's cache (without a network,
-            the newest one in the cache is used). A model given by name stores all activations for
-            the backward pass (gradient checkpointing "none").
+        model: an open pipeline; or a name of one: `embedded:NAME` for one of the small pipelines
+            inside this package, the directory of a diffusers pipeline, or else OWNER/NAME of a hub
+            repository, whose newest revision is downloaded if it is not in the hub's cache (without
+            a network, the newest one in the cache is used). A model given by name stores all
+            activations for the backward pass (gradient checkpointing "none").
         precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
         mesh: devices that hold the parameters, with the axes `data`, `fsdp`, `sequence` and
             `tensor`. The decoder is sharded over the same devices, but without sequence and tensor

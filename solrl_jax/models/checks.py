@@ -28,14 +28,14 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
     """Checks that the model supports all image sizes of a configuration.
 
     They are `model.height` and `model.width`, every size in the list `rollout.size`, and
-    `eval.size`. Where `rollout.size` or `eval.size` is not set, it is the size of `model`. Sizes of
-    clips include the number of frames, which is `model.frames` unless a size has its own.
+    `eval.size`. Where `rollout.size` or `eval.size` is not set, it is the size of `model`. A size
+    is (height, width) or, for clips, (height, width, frames), with `model.frames` if it has none.
 
     Args:
         config: the configuration.
-        pipeline: the model, whose `latent_shape` checks each size: height and width against the two
-            numbers of `size_multiples()` and `largest_side`; a clip has 1 frame plus a multiple of
-            `temporal_compression`.
+        pipeline: the model, whose `latent_shape` checks each size: height and width must be
+            multiples of the two numbers of pixels in `size_multiples()`, and at most `largest_side`
+            unless that is None; a clip has 1 frame plus a multiple of `temporal_compression`.
 
     Raises:
         InputError: the model does not support a size. The message begins with "model",

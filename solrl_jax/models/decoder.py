@@ -58,26 +58,28 @@ class Decoder:
         """Decodes latents to images or clips in [0, 1], float32. For use under jit.
 
         If `tile` is set, images that exceed a tile are decoded in tiles, which overlap by at least
-        a quarter of a tile, rounded down to latent pixels. Each device decodes four images (or one
-        tile of each of four) at a time, or fewer if together they would have more than `max_pixels`
-        in all their frames, but at least one. An incomplete group is filled up with copies, which
-        take time too. A clip, or a tile of it, that has more than `max_pixels` pixels is decoded in
-        chunks of at most as many latent frames as `max_pixels` allows, at least one. Tiles change
-        the result; chunks change only its rounding. For a gradient, each group is decoded again.
+        a quarter of a tile, rounded down to latent pixels, and there fade linearly into each other.
+        Each device decodes four images (or one tile of each of four) at a time, or fewer if
+        together they would have more than `max_pixels` in all their frames, but at least one. An
+        incomplete group is filled up with copies, which take time too. A clip, or a tile of it,
+        that has more than `max_pixels` pixels is decoded in chunks of at most as many latent frames
+        as `max_pixels` allows, at least one. Tiles change the result; chunks change only its
+        rounding. For a gradient, each group is decoded again.
 
         Args:
             latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any
                 dtype. `Pipeline.unscale` is applied here. If a mesh is set (`jax.set_mesh`), it
-                must have no sequence or tensor parallelism, and the number of latents must be a
+                must have no sequence or tensor parallelism, and the number of latents b must be a
                 multiple of its number of devices.
             first_frame: whether of clips only the first frame is decoded. It depends on the first
                 latent frame alone, since the convolutions of video autoencoders are causal. No
                 effect on images.
 
         Returns:
-            The images [b, H, W, 3] or clips [b, T, H, W, 3], with T = 1 for `first_frame`, in the
-            order of the latents, `pipeline.compression` times as high and wide as the latents.
-            Values beyond [0, 1] are clipped; NaN stays NaN.
+            The images [b, H, W, 3] or clips [b, T, H, W, 3], in the order of the latents,
+            `pipeline.compression` times as high and wide. T is `1 + (t - 1) *
+            pipeline.temporal_compression`, or 1 for `first_frame`. Values beyond [0, 1] are
+            clipped; NaN stays NaN.
         """
         if first_frame and latents.ndim == 5:
             latents = latents[:, :1]

@@ -28,16 +28,16 @@ def open_model(
     is used.
 
     Args:
-        path: the directory of a diffusers pipeline ("~" is not expanded), `embedded:NAME` for one
-            that this package carries, or OWNER/NAME of a hub repository, unless a directory has
-            that name.
+        path: the directory of a diffusers pipeline ("~" is not expanded), `embedded:NAME` for a
+            small one that this package carries with its trained weights, or OWNER/NAME of a hub
+            repository, unless a directory has that name.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
             or "blocks" (everything inside a block; only the inputs of blocks are stored). Another
             value raises KeyError when the transformer is traced.
         mhla: for SANA: replaces its linear attention by MHLA, token-level multi-head linear
-            attention (arXiv 2601.07832). Made by `mhla_override`: the settings of MHLA, and the
-            (height, width) of images in pixels. None keeps the model's own attention.
+            attention (arXiv 2601.07832), with the settings and the image size that `mhla_override`
+            returns. None keeps the model's own attention.
 
     Returns:
         The pipeline, an instance of the class that its `model_index.json` names.
@@ -60,9 +60,10 @@ def mhla_override(model: Model) -> MhlaOverride | None:
             `mhla_released`, `mhla_norm`, `height` and `width` are read.
 
     Returns:
-        If `attention` is "mhla", the settings of MHLA (number of blocks, whether the released code
-        is followed instead of the paper, whether norms of queries and keys are added) with the
-        image size (height, width) in pixels. If it is "default", None.
+        None if `attention` is "default"; otherwise ("mhla") an `MhlaOverride` with the fields
+        `mhla`, the settings (number of blocks, whether the released code is followed instead of the
+        paper, whether norms of queries and keys are added), and `size`, the image size (height,
+        width) in pixels.
     """
     if model.attention == "default":
         return None

@@ -44,8 +44,8 @@ class Pipeline(abc.ABC):
             model before each prompt.
         pipeline_sigmas: which noise levels the released Euler scheduler shifts for n steps: True
             for `linspace(1, 1/n, n)`, as in diffusers' pipeline of this model; False for those that
-            the scheduler makes itself. Only generation from a model directory uses that scheduler;
-            runs have `rollout.schedule` instead.
+            the scheduler makes itself (`diffusion.sigmas.sd3`). Only generation from a model
+            directory uses that scheduler; runs have `rollout.schedule` instead.
         folder: the directory that the pipeline was opened from.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
@@ -57,7 +57,7 @@ class Pipeline(abc.ABC):
         text_encoders: the text encoders, `Component`s by the names of their folders.
         vae: the autoencoder, a `Component` of which only the decoder is built.
         compression: side, in image pixels, of the square that one latent pixel stands for.
-        channels: number of channels of a latent.
+        channels: number of channels of a latent pixel, before patches become tokens.
         patch: side, in latent pixels, of the square that becomes one transformer token.
         default_size: (height, width) in pixels of the images that the model was made for; for
             video models (height, width, frames).
@@ -73,7 +73,7 @@ class Pipeline(abc.ABC):
         vae_dtype: the dtype that the autoencoder must run in; None: any.
         shift_terminal: the last noise level before 0. In the schedule "flux" (`rollout.schedule`),
             after the shift that depends on the image size, all noise levels sigma are stretched (1
-            - sigma times one factor) so that the last one has this value. None: no stretching.
+            - sigma times one factor) so that the last one has this value. None or 0: no stretching.
     """
 
     kind: ClassVar[str]
@@ -181,7 +181,8 @@ class Pipeline(abc.ABC):
 
         Raises:
             InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.
-                (The tokenizers that this package carries for plans have none, and return zeros.)
+                (The configurations of released models that this package carries for `solrl plan`
+                have none either, but return zeros of the right shape.)
         """
 
     @abc.abstractmethod
@@ -211,7 +212,8 @@ class Pipeline(abc.ABC):
                 embedded guidance.
 
         Returns:
-            The arguments by name.
+            The arguments by name: "guidance_scale"; if `true_cfg_scale` is not 1, also
+            "true_cfg_scale" and "negative_prompt", the empty text.
         """
         arguments: dict[str, Any] = {"guidance_scale": guidance_scale}
         if true_cfg_scale != 1:

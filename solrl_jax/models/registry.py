@@ -43,8 +43,8 @@ def open_pipeline(
             or "blocks" (everything inside a block; only the inputs of blocks are stored). Another
             value raises KeyError when the transformer is traced.
         mhla: for SANA: replaces its linear attention by MHLA, token-level multi-head linear
-            attention (arXiv 2601.07832): the settings of MHLA, and the (height, width) of images in
-            pixels. None keeps the model's own attention.
+            attention (arXiv 2601.07832): the settings of MHLA, and the (height, width) in pixels of
+            the images for which its blocks are arranged. None keeps the model's own attention.
 
     Returns:
         The pipeline, an instance of a class in `PIPELINES`.
@@ -52,8 +52,9 @@ def open_pipeline(
     Raises:
         FileNotFoundError: the directory, a configuration or a tokenizer is missing. Weights are not
             looked for.
-        ValueError: a configuration or tokenizer cannot be read or is not supported, the networks do
-            not fit each other, or `mhla` does not fit the model.
+        ValueError: `_class_name` is not in `PIPELINES`, a configuration or tokenizer cannot be read
+            or is not supported, the networks do not fit each other, or `mhla` is given for another
+            model than SANA or its blocks do not divide the tokens of its image size.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder}: no such model directory")

@@ -44,10 +44,11 @@ def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
         The result of each process, in the order of their numbers.
 
     Raises:
-        Exception: What `act` raised, in the first process (by number) where it did. All other
-            processes raise a copy with the first line of its message if its type is exactly
-            InputError, RunError or one of `kinds` (no subclass); otherwise a RunError "process
-            NUMBER: TYPE: MESSAGE".
+        BaseException: What `act` raised (also KeyboardInterrupt or SystemExit), in the first
+            process (by number) where it did. All other processes, also those where `act` failed,
+            raise a copy with the first line of its message if its type is exactly InputError,
+            RunError or one of `kinds` (no subclass); otherwise a RunError "process NUMBER: TYPE:
+            MESSAGE".
         RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
         RuntimeError: If there are several processes, but `jax.distributed` was not initialized.
     """
@@ -76,8 +77,9 @@ def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
 def from_first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> Any:
     """Calls a function in the first process only, and returns its result to all processes.
 
-    Every process must call this with the same label; all others wait. If the function fails, all
-    processes raise an error. With one process, it only calls `act`.
+    Every process must call this with the same label; it blocks until all have called it, also in
+    the first process. If the function fails, all processes raise an error. With one process, it
+    only calls `act`.
 
     Args:
         label: Name of the exchange, the same in all processes, e.g. "restore/judge". It may be used
@@ -92,9 +94,10 @@ def from_first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> A
         The result of `act`.
 
     Raises:
-        Exception: What `act` raised, in the first process. The others raise a copy with the first
-            line of its message if its type is exactly InputError, RunError or one of `kinds` (no
-            subclass); otherwise a RunError "process 0: TYPE: MESSAGE".
+        BaseException: What `act` raised (also KeyboardInterrupt or SystemExit), in the first
+            process. The others raise a copy with the first line of its message if its type is
+            exactly InputError, RunError or one of `kinds` (no subclass); otherwise a RunError
+            "process 0: TYPE: MESSAGE".
         RunError: If a process does not answer within 1800 seconds (`PATIENCE`).
         RuntimeError: If there are several processes, but `jax.distributed` was not initialized.
     """
@@ -119,8 +122,9 @@ def _exchange(label: str, encoded: str) -> list[dict[str, Any]]:
     """Sends this process's answer to all processes, and waits for theirs. Every process must call
     this.
 
-    The answers go through JAX's coordination service. Each use of a label has its own keys. Also
-    deletes this process's key of the previous use.
+    The answers go through JAX's coordination service. Each use of a label has its own keys, with a
+    number that each process counts in `_use_counts`. Also deletes this process's key of the
+    previous use.
 
     Args:
         label: Name of the exchange, the same in all processes. Only one thread may use it at a

@@ -43,18 +43,19 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
     """Connects the processes of a run on several hosts. Call it before anything asks JAX for
     devices.
 
-    It waits up to 300 seconds (`START`) for all processes. Afterwards, if a process dies or stops
-    responding for 30 seconds (`HEARTBEAT`), JAX ends the others with a message, and their exit code
-    is 1. For this it replaces the handler of SIGABRT. It also silences JAX's messages about
-    connections.
+    It waits up to 300 seconds (`START`) for all processes (with a number of hosts twice: in
+    `roll_call`, and then in JAX). Afterwards, if a process dies or stops responding for 30 seconds
+    (`HEARTBEAT`), JAX ends the others with a message, and their exit code is 1. For this it
+    replaces the handler of SIGABRT. It also silences JAX's messages about connections.
 
     Args:
-        hosts: The number of processes as text, from "1" to "4096". "auto": JAX reads it, and the
-            two other arguments, from SLURM, Open MPI, Kubernetes or a TPU pod. None: this is the
-            only process, and nothing is done.
-        host: The number of this process, counted from 0. Only and always with a number of hosts.
+        hosts: The number of processes as text, from "1" (which is initialized like the others) to
+            "4096". "auto": JAX reads the number, and the two other arguments, from SLURM, Open MPI,
+            Kubernetes or a TPU pod. None: this is the only process, and nothing is done.
+        host: The number of this process, counted from 0. Required with a number of hosts; otherwise
+            None.
         coordinator: HOST:PORT of the first process, with a free port that all processes can reach.
-            Only and always with a number of hosts.
+            Required with a number of hosts; otherwise None.
 
     Raises:
         InputError: If the arguments do not fit together or are out of range, the address cannot be
@@ -106,8 +107,8 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
 def _aborted(number: int) -> None:
     """Handles SIGABRT, which JAX raises in a process when another one of the run has died.
 
-    Writes one line to standard error (JAX gave the reason above; the same command resumes), and
-    ends the process at once with exit code 1.
+    Writes one line to standard error (that JAX has given the reason above, and that the same
+    command goes on from the last checkpoint), and ends the process at once with exit code 1.
 
     Args:
         number: The number of the signal, not used.
@@ -213,7 +214,7 @@ def _collect_reports(count: int, port: int, end: float) -> str:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Whether the other side of a connection has closed it. Does not wait.
+    """Whether the other side of a connection has closed or reset it. Does not wait.
 
     Args:
         connection: The connection, from which all data that the other side sent was read.
@@ -228,7 +229,8 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _send_outcome(connection: socket.socket, problem: str) -> None:
-    """Sends the outcome of the roll call to a process. A connection that has ended is no error.
+    """Sends the outcome of the roll call to a process: `OUTCOME`, the problem and a line feed. Does
+    not close the connection; one that has ended is no error.
 
     Args:
         connection: The connection to the process.
@@ -243,7 +245,8 @@ def _report_to_first(mine: int, address: tuple[str, int], end: float) -> str:
     all processes but the first.
 
     It tries every 0.2 seconds until the first process answers, whose host name need not exist yet.
-    Answers of another program at this port are ignored.
+    Answers that do not begin with `OUTCOME` are those of another program at this port, and are
+    ignored.
 
     Args:
         mine: The number of this process, which is sent as decimal digits.
@@ -251,8 +254,9 @@ def _report_to_first(mine: int, address: tuple[str, int], end: float) -> str:
         end: The time when to give up, in seconds of `time.monotonic`.
 
     Returns:
-        "" if all processes have connected; otherwise the problem, e.g. "process 0 not there after
-        300 seconds".
+        "" if all processes have connected; otherwise the problem: that which the first process
+        sent, or "process 0 not there after 300 seconds" with the reason in parentheses, if there is
+        one.
     """
     why = ""
     while (left := end - time.monotonic()) > 0:
@@ -277,7 +281,8 @@ def connect(mesh: Mesh) -> None:
     mesh axes, and waits for the sums.
 
     Otherwise the connections would be opened in the middle of a run, where a process that is 30
-    seconds late makes Gloo fail. Every process must call it. With one process, it does nothing.
+    seconds late makes Gloo fail (JAX's collectives between CPUs). Every process must call it. With
+    one process, it does nothing.
 
     Args:
         mesh: The mesh, over the devices of all processes.
@@ -339,8 +344,8 @@ def on_every(act: Callable[[], Any]) -> None:
             number.
         InputError: If the first process in which `act` failed is another one, and `act` raised an
             InputError there.
-        RunError: If `act` raised any other exception there, or if a process does not answer within
-            1800 seconds.
+        RunError: If `act` raised any other exception there (also a subclass of InputError), or if a
+            process does not answer within 1800 seconds.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
 
@@ -400,7 +405,7 @@ def any_flags(flags: Sequence[bool]) -> list[bool]:
         For each position, whether the flag is true in any process.
 
     Raises:
-        ValueError: If the processes pass different numbers of flags.
+        ValueError: In every process, if they pass different numbers of flags.
         RunError: If a process does not answer within 1800 seconds.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
@@ -441,8 +446,9 @@ def fetch(tree: Any) -> Any:
     It waits until the arrays are computed.
 
     Args:
-        tree: A pytree of arrays on the devices of all processes. Arrays that each process has on
-            its own devices would be concatenated.
+        tree: A pytree of arrays that span the devices of all processes. An array that each process
+            has on its own devices alone would be concatenated with those of the others, along the
+            leading axis.
 
     Returns:
         The pytree with NumPy arrays of the same shapes and dtypes.
@@ -459,7 +465,8 @@ def local_row_indices(where: NamedSharding, count: int) -> list[int]:
 
     Args:
         where: The sharding of the rows (the array's leading axis). Its spec names no other axis.
-        count: The number of rows of the array.
+        count: The number of rows of the array, a multiple of the number of parts that the sharding
+            makes.
 
     Returns:
         The indices of the rows, ascending, each once.

@@ -104,8 +104,8 @@ def rows_only(mesh: Mesh) -> Mesh:
         mesh: A mesh with the axes `data`, `fsdp`, `sequence` and `tensor`.
 
     Returns:
-        A mesh of the same devices and axes, in which `sequence` and `tensor` have size 1, and
-        `fsdp` is larger by the factor of their former sizes.
+        A mesh of the same devices in the same order, and of the same axes, in which `sequence` and
+        `tensor` have size 1, and `fsdp` is larger by the factor of their former sizes.
     """
     return Mesh(mesh.devices.reshape(mesh.shape["data"], -1, 1, 1), AXES, axis_types=AUTO)
 
@@ -125,18 +125,19 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     """Chooses a sharding for each array in a tree of parameters.
 
     Two rules apply to arrays of at least 4096 elements (`SMALLEST_SHARDED`); everything else is
-    replicated. First, the output axis of a linear layer's weight ("kernel") or of a LoRA adapter's
-    factor "b" is split over `tensor`, if that divides it; such a parameter is a `Leaf`, or an array
-    with two or three axes (unlike the kernel of a convolution). Second, the largest axis that
-    `fsdp` divides is split over `fsdp`: the last one of equals, and possibly the axis that is split
-    over `tensor`, which counts with its size after that split.
+    replicated. First, the weight of a linear layer ("kernel") and the factor "b" of a LoRA adapter
+    are split over `tensor` along their output axis, if `tensor` divides it. They are [in, out], a
+    stack of such matrices, or quantized; this rule leaves out arrays with more axes, such as the
+    kernels of convolutions. Second, the largest axis that `fsdp` divides is split over `fsdp`: the
+    last one of equals, and possibly the axis of layers, or the axis that is split over `tensor`,
+    which counts with its size after that split.
 
     Args:
         mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
         tree: The parameters by name: arrays, `jax.ShapeDtypeStruct`s or quantized weights.
 
     Returns:
-        The tree with a `NamedSharding` in place of each array, also of those within a quantized
+        The tree with a `NamedSharding` in place of each array, also of each one within a quantized
         weight.
     """
     size = mesh.shape["fsdp"]
@@ -215,7 +216,7 @@ def split_rows(x: T) -> T:
 
     Args:
         x: A pytree of arrays. Their number of rows is a multiple of `row_groups` of the mesh, which
-            must be set (`jax.set_mesh`).
+            must be set (`jax.set_mesh`); without one, JAX raises an error.
 
     Returns:
         The same pytree with the constraint.
@@ -241,14 +242,15 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
     """Applies a function to a batch in pieces, of `count` rows per device at a time.
 
     It saves memory, and results do not depend on the size of the batch, because every piece has the
-    same number of rows. An incomplete last piece is filled up with copies of a row, whose results
-    are dropped. The mesh that is set must have no sequence or tensor parallelism (`rows_only`);
-    without a mesh, there is one device. A gradient evaluates `f` once more for each piece.
+    same number of rows. Each device has a share of consecutive rows of the batch, and each piece
+    has the next `count` rows of every share. The last piece is filled up with copies of the first
+    row of each share, whose results are dropped. The mesh that is set must have no sequence or
+    tensor parallelism (`rows_only`); without a mesh, there is one device. A gradient evaluates `f`
+    once more for each piece.
 
     Args:
         f: The function. It maps a pytree of arrays to a pytree of arrays, both with one piece as
-            leading axis: `count` rows times the number of devices. It must not mix rows; a piece
-            has consecutive rows of each device's own share of the batch.
+            leading axis: `count` rows times the number of devices. It must not mix rows.
         tree: The batch: a pytree of arrays whose leading axis is the rows, a multiple of the number
             of devices.
         count: The number of rows per device and piece, at least 1.

@@ -1,4 +1,4 @@
-"""Compensated sums, whose value does not depend on the order of the terms or the number of devices.
+"""Compensated sums, whose value almost never depends on the order of terms or number of devices.
 
 The rounding error of an addition is itself a float (Knuth, The Art of Computer Programming, volume
 2, section 4.2.2, theorem B). The errors are added up beside the sum (Neumaier 1974,
@@ -68,7 +68,7 @@ def add_each(total: Sum, trees: Any, count: int) -> Sum:
         total: The sum so far.
         trees: The terms, stacked: a pytree like `total.rounded`, whose arrays have a leading axis
             of `count` terms.
-        count: The number of terms. With 0, the sum stays as it is.
+        count: The number of terms, a Python integer. With 0, the sum stays as it is.
 
     Returns:
         The new sum.

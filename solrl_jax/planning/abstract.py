@@ -49,16 +49,18 @@ def open_configurations(
             hub, or else from the configurations of released models that this package contains.
         gradient_checkpointing: What the backward pass of the transformer computes again instead of
             keeping it in memory: "none" (nothing), "matmuls" (everything but the outputs of linear
-            layers and of attention) or "blocks" (everything but the inputs of blocks).
-        mhla: Replaces the linear attention of SANA's blocks by multi-head linear attention of this
-            setting (`mhla_override(config.model)`). None keeps the model's own attention.
+            layers and of attention) or "blocks" (everything but the inputs of blocks). The caller
+            replaces "auto" by one of them.
+        mhla: Replaces the linear attention of SANA's blocks by multi-head linear attention: its
+            settings and the image size, from `mhla_override(config.model)`. None keeps the model's
+            own attention.
 
     Returns:
         The pipeline, without weights.
 
     Raises:
         InputError: If there is no such model, it is incomplete or not supported, or `mhla` is given
-            for another model than SANA.
+            for another model than SANA or does not fit the image size.
     """
     if Path(path).is_dir() or not hub.is_name(path):
         return open_model(path, gradient_checkpointing, mhla)
@@ -82,10 +84,11 @@ def abstract_experiment(
     """Builds what training builds first, but with a ShapeDtypeStruct in place of every array.
 
     An `Experiment` holds the networks, the reward and the prompts of a run. Its functions can be
-    traced and compiled with these shapes; it cannot sample or train. No weights or vocabularies
-    are needed. Also imports an objective and rewards from outside the package, and reads the prompt
-    sets, for which it may download data sets of the hub. If they cannot be read, empty texts stand
-    for them (`some_prompts`).
+    traced and compiled with these shapes; it cannot sample or train. No weights are needed, and no
+    vocabularies: without one, a tokenizer makes zeros of the right shape. Also imports an objective
+    and rewards from outside the package, and reads `model.instruction` and the prompt sets, for
+    which it may download data sets of the hub. If the sets cannot be read, empty texts stand for
+    them (`some_prompts`).
 
     Three things are simpler than in training: the prompts for tests are those for training, one
     reward (that of `reward.weights`) does all scoring, and images have the largest training size.
@@ -176,8 +179,8 @@ def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Rewa
             bfloat16.
 
     Returns:
-        The reward. Its `params` are ShapeDtypeStructs with shardings, so it can be traced and
-        compiled, but not computed.
+        The reward. Its `params` are ShapeDtypeStructs with the shardings of training, so it can be
+        traced and compiled, but not computed.
 
     Raises:
         InputError: If a reward does not exist, cannot be imported, refuses its options, scores

@@ -81,8 +81,8 @@ def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
         checks: The checks to run, usually the result of `checks_for`.
 
     Returns:
-        For each check, by its name: None if its kernel is correct, else a sentence on the problem.
-        A kernel that raises an error is such a problem.
+        For each check, by its name: None if its kernel is correct, else the problem as
+        `find_problem` returns it, e.g. "returns zeros". An error of the kernel is a problem, too.
     """
     return {check.name: find_problem(check) for check in checks}
 
@@ -98,7 +98,7 @@ def find_problem(check: DeviceCheck) -> str | None:
 
     Returns:
         None if the kernel is correct, else the first problem, e.g. "returns zeros", or "fails: "
-        and the first line of the error that was raised.
+        and the first line of an error of the operands, the kernel or the twin.
     """
     try:
         operands = check.make_operands()
@@ -129,12 +129,12 @@ def cudnn_warnings(version: str, device: DeviceInfo) -> list[str]:
 
     Args:
         version: The version, beginning with two numbers, for example "9.12.0".
-        device: The device that cuDNN runs on. Only GPUs of compute capability 9.0 or higher have
-            known faults.
+        device: The device that cuDNN runs on.
 
     Returns:
-        One sentence per fault, without a full stop: padded attention gradients on Hopper (9.x)
-        before cuDNN 9.18, and FP8 attention of cuDNN 9.24. An empty list if there is none.
+        One sentence per fault, without a full stop: padded attention gradients before cuDNN 9.18 on
+        GPUs of compute capability 9.x (Hopper), and FP8 attention of cuDNN 9.24 on those of 9.0 or
+        higher. An empty list if there is none.
 
     Raises:
         ValueError: If the version does not begin with two numbers and a dot between them.
@@ -166,8 +166,8 @@ def _to_numpy(outputs: Any) -> list[np.ndarray]:
 def _plain_dot(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_out n_in"]
 ) -> Float[Array, "rows n_out"]:
-    """Returns `x @ w.T`, in the dtype of the arguments. `find_problem` sets the precision of the
-    matmul to the highest.
+    """Returns `x @ w.T` in float32, the matmul of the three matmul checks' twins. `find_problem`
+    sets its precision to the highest.
 
     Args:
         x: The activations, float32.

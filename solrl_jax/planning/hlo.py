@@ -56,7 +56,7 @@ class Instruction:
     Attributes:
         name: Its name, without the leading "%".
         opcode: Its operation, e.g. "dot" or "fusion".
-        arrays: The types and shapes of its results: one, or several if it returns a tuple.
+        arrays: The types and shapes of its results: one, or any number if it returns a tuple.
         operands: The instructions whose results it reads.
         literal: The text between the parentheses: the operands, the value of a constant, or the
             number of a parameter.
@@ -137,10 +137,10 @@ class Module:
         runs.
 
         Loops, conditionals and calls (also asynchronous ones) are not yielded themselves. The
-        instructions of a loop's body are yielded once, with the number of iterations (in nested
-        loops, the product), and not at all if that is 0; a loop whose number of iterations is
-        unknown counts as one iteration. For a conditional, the branch that writes most bytes is
-        walked through. A fusion is yielded as one instruction.
+        instructions of a loop's body, but not of its condition, are yielded once, with the number
+        of iterations (in nested loops, the product), and not at all if that is 0; a loop whose
+        number of iterations is unknown counts as one iteration. For a conditional, the branch that
+        writes most bytes is walked through. A fusion is yielded as one instruction.
 
         Args:
             computation: The name of the computation to start with. None: the whole program.
@@ -184,7 +184,7 @@ class Module:
         return int(test.operands[1].literal) if counts else None
 
     def unknown_loops(self) -> int:
-        """Returns how many loops of the program have no known `trip_count`."""
+        """Returns how many loops in all computations, run or not, have no known `trip_count`."""
         loops = [
             step for steps in self.computations.values() for step in steps if step.opcode == "while"
         ]
@@ -249,14 +249,15 @@ def _instructions(lines: list[str]) -> list[Instruction]:
     """Parses the lines of one computation into instructions.
 
     Args:
-        lines: The text of each instruction, in the order in which they run.
+        lines: The text of each instruction, which begins with its name and "=", in the order in
+            which they run.
 
     Returns:
-        One instruction per line, in the same order. Their `operands` are other instructions of the
-        list.
+        One instruction per line, in the same order. Their `operands` are earlier instructions of
+        the list; other names are ignored.
 
     Raises:
-        ValueError: If a line is not an instruction with its operands in parentheses.
+        ValueError: If a line has no operands in parentheses.
     """
     instructions: dict[str, Instruction] = {}
     for line in lines:

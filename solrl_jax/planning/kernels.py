@@ -63,8 +63,9 @@ class Kernel:
             any other instruction, e.g. "copy". Those of the kind "products" also have the type of
             their operands, e.g. "__cublas$gemm bf16".
         kind: What its time counts as: "attention" for flash attention of cuDNN or Pallas,
-            "products" for all other kernels with matmuls or convolutions (`operations` above 0),
-            and "memory" for the rest, e.g. copies and elementwise fusions.
+            "products" for all others with `operations` above 0 (matmuls, convolutions, and Pallas
+            kernels that state theirs), and "memory" for the rest, e.g. copies and elementwise
+            fusions.
         unit: The arithmetic unit that it multiplies on, the name of a peak rate in `targets.Peaks`:
             "fp4", "fp8", "int8", "bf16", "tf32" or "fp32". To be ignored if `operations` is 0.
         result: Type and shape of its first result, e.g. "bf16[2,64]"; "" without a result.
@@ -89,8 +90,9 @@ class Kernel:
 def kernels(module: Module) -> list[Kernel]:
     """Returns the kernels of a program in the order in which they run.
 
-    Collectives are left out, and so are instructions that do no work, such as parameters and
-    tuples. A kernel in a loop is returned once, with its number of runs.
+    Collectives are left out, and so are the ends of asynchronous operations and instructions that
+    do no work, such as parameters and tuples. A kernel in a loop is returned once, with its number
+    of runs.
 
     Args:
         module: The parsed text of the compiled program, for one device.
@@ -107,7 +109,7 @@ def kernels(module: Module) -> list[Kernel]:
 
 
 def collective(opcode: str) -> str | None:
-    """Returns the kind of collective that an instruction is, or None if it is none.
+    """Returns the kind of collective (one of `COLLECTIVES`) that an instruction is, or None.
 
     Args:
         opcode: The opcode of the instruction. "all-gather" and "all-gather-start", the start of an
@@ -122,7 +124,8 @@ def count_library_kernels(all_kernels: Iterable[Kernel]) -> dict[str, int]:
     """Counts the runs of hand-written kernels: matmuls, convolutions and attention of cuBLAS and
     cuDNN, and all Pallas kernels.
 
-    XLA's own matmuls and convolutions outside of fusions count as well. Fusions do not.
+    XLA's own matmuls and convolutions outside of fusions count as well. Fusions do not, except
+    those that contain a library function and have its name.
 
     Args:
         all_kernels: The kernels of a program.
@@ -211,8 +214,8 @@ def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
         module: The program, in which fusions within the fusion are looked up.
 
     Returns:
-        A pair: the operations of one run, with 2 for a multiply-add, and the type of the operands
-        of the largest matmul ("bf16" if there is none).
+        A pair: the operations of one run, with 2 for a multiply-add, and the type that the matmul
+        with most operations multiplies in, e.g. "tf32" ("bf16" if there is none).
     """
     products = [_product(step) for step in steps if step.opcode in ("dot", "convolution")]
     inner = [step.value("calls") for step in steps if step.opcode == "fusion"]
@@ -245,8 +248,8 @@ def _matmul_type(step: Instruction, kind: str) -> str:
         kind: The type of its operands, as HLO names it.
 
     Returns:
-        "tf32" for operands in "f32", unless the matmul asks for the highest precision. Otherwise
-        `kind`.
+        "tf32" for operands in "f32", unless the text of the attributes contains "highest" (as in
+        `operand_precision={highest,highest}`). Otherwise `kind`.
     """
     return "tf32" if kind == "f32" and "highest" not in step.attributes.lower() else kind
 
@@ -310,7 +313,8 @@ def _convolution(
         step: The instruction, whose attributes name the axes of the arrays, the padding and the
             strides.
         left: The type and shape of the input.
-        kernel: The type and shape of the filter.
+        kernel: The type and shape of the filter. With feature groups, it has the input channels of
+            one group.
         out: The type and shape of the output.
     """
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", step.attributes)
@@ -352,8 +356,8 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 def _first_result(step: Instruction) -> ResultArray:
     """Returns the first array that an instruction computes.
 
-    The start of an asynchronous operation returns a tuple of its operands and its results. The
-    operands are skipped (those of a copy stand behind its result).
+    The start of an asynchronous operation returns a tuple of its operands and its results. As many
+    arrays as it has operands are skipped (but none for a copy, whose result stands first).
 
     Args:
         step: An instruction with at least one result.
@@ -413,7 +417,8 @@ class _Memory:
         return reads + self._writes(step)
 
     def _reads(self, step: Instruction, position: int) -> float:
-        """Returns the bytes that an instruction reads of one operand.
+        """Returns the bytes of main memory that an instruction reads of one operand, which are at
+        most the size of the operand.
 
         A slice reads only as much as it returns. An update in place does not read the array that it
         updates. A fusion reads what the instructions in it read.
@@ -432,7 +437,8 @@ class _Memory:
     def _parameter(self, computation: str, number: int) -> float:
         """Returns the bytes that the instructions of a fusion read of one of its parameters.
 
-        They are summed over these instructions, so the result may exceed the size of the parameter.
+        They are summed over these instructions, also those that read it through a bitcast, so the
+        result may exceed the size of the parameter.
 
         Args:
             computation: The name of the fusion's computation.

@@ -61,9 +61,10 @@ class Collective:
         """Returns how many of the bytes in `sent` go over the network to another host, per device
         and run.
 
-        If the groups span several hosts, each host has to exchange its part of the data with the
-        others, and its devices share that traffic equally. A "collective-permute" counts in full if
-        any of its pairs spans two hosts. The result is 0 if no group spans hosts.
+        If a group has devices on h hosts (at most) and d devices on each, that is `size` times
+        (h - 1) / h / d, since the devices of a host share its traffic equally. An "all-reduce"
+        counts twice as much, and a "collective-permute" in full if any of its pairs spans two
+        hosts. The result is 0 if no group spans hosts.
 
         Args:
             devices: The number of devices per host. The devices of a host have consecutive numbers.
@@ -78,8 +79,8 @@ class Collective:
 def collectives(module: Module, devices: int) -> list[Collective]:
     """Returns the collectives of a program in the order in which they run.
 
-    A collective in a loop is returned once, with its number of runs. Collectives in which each
-    device is alone are left out.
+    A collective in a loop is returned once, with its number of runs (`Module.executed`).
+    Collectives in which each device is alone are left out.
 
     Args:
         module: The parsed text of the compiled program.
@@ -103,7 +104,8 @@ def collectives(module: Module, devices: int) -> list[Collective]:
 def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
     """Yields the instructions that start an asynchronous operation beside which a kernel runs.
 
-    Asynchronous operations have one instruction that starts them and one that waits for their end.
+    Asynchronous operations, collectives or others such as copies, have one instruction that starts
+    them and one that waits for their end.
     A start is yielded if a kernel, a loop, a call or a synchronous collective stands between them.
 
     Args:

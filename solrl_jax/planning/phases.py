@@ -62,7 +62,7 @@ class Program:
 class Phases:
     """Builds the programs of a training iteration from an experiment that has shapes for arrays.
 
-    It is made from the experiment alone, whose reward then prepares the prompts. The phases are:
+    `Phases(experiment)` calls the reward's `prepare` on the prompts. The phases are:
 
       - "encode": encodes the prompts.
       - "sync": quantizes the policy.
@@ -85,8 +85,8 @@ class Phases:
         whole: The sharding of arrays that are replicated on all devices of `mesh`.
         prepared: What the reward computes once per iteration from the prompts, e.g. their
             embeddings, with ShapeDtypeStructs for arrays.
-        conditions: The embeddings of the iteration's prompts and of the empty prompt, as
-            ShapeDtypeStructs.
+        conditions: The embeddings of the iteration's prompts (`cond`) and of the empty prompt
+            (`uncond`), an `rl.generate.Conditions` of ShapeDtypeStructs.
     """
 
     def __init__(self, experiment: Experiment):
@@ -148,7 +148,7 @@ class Phases:
 
     @property
     def continued(self) -> int:
-        """The number of steps that regeneration takes over from exploration."""
+        """The number of steps that regeneration takes over from exploration; 0 if it takes none."""
         rollout = self.experiment.config.rollout
         return continued_steps(
             rollout,
@@ -162,12 +162,12 @@ class Phases:
 
         Args:
             groups: The number of devices, or groups of devices, that a batch is divided among. Each
-                gets as many samples as a device generates at once (`rollout.per_device_batch_size`,
-                or fewer).
+                gets as many samples as a device generates at once: `rollout.per_device_batch_size`,
+                or its share of the iteration's candidates if that is less.
 
         Returns:
-            A pair: the number of batches of all candidates, and that of the kept ones, which is 0
-            if the run does not regenerate.
+            A pair: the number of batches of all candidates, rounded up, and that of the kept ones,
+            which is 0 if the run does not regenerate.
         """
         rollout = self.experiment.config.rollout
         prompts = self.experiment.config.train.num_prompts
@@ -185,8 +185,8 @@ class Phases:
                 empty dict if it does not quantize. Other phases ignore it.
 
         Returns:
-            One program; one or two for "score" (decoding, scoring), and two or three for "evaluate"
-            (sampling and those of "score").
+            One program, but for "score" up to two (decoding, scoring) or none (see `_score`), and
+            for "evaluate" that of sampling and those of "score".
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout
@@ -270,10 +270,10 @@ class Phases:
         return shaped(policy, self.experiment.backbone.transformer, self.state.old, codes)
 
     def _encode(self) -> Program:
-        """Returns the program that encodes one batch of prompts.
+        """Returns the program that encodes one batch of prompts (`TextEncoders.prompts_per_chunk`).
 
         It is called as often as the prompts of one iteration need, and once more for the empty
-        prompt.
+        prompt. A cache of prompts (`model.prompt_cache_dir`) does not reduce these calls.
         """
         backbone = self.experiment.backbone
         model = self.experiment.config.model
@@ -324,8 +324,8 @@ class Phases:
         """Returns a ShapeDtypeStruct for an array with one row per sample of a full batch.
 
         Args:
-            mesh: The mesh that the samples are split over. A full batch gives each of its parts as
-                many samples as a device generates at once.
+            mesh: The mesh whose axes `data` and `fsdp` the samples are split over. A full batch
+                gives each part as many samples as a device generates at once.
             shape: The shape of one row; () for one number per sample.
             dtype: The dtype of the elements, e.g. `jnp.float32`.
         """
@@ -377,8 +377,9 @@ class Phases:
     def _score(self, calls: int) -> list[Program]:
         """Returns the programs that decode and score one batch, as far as the reward has them.
 
-        There is no decoding for a reward that reads no images, and no scoring program for a reward
-        outside JAX.
+        There is no decoding for a reward that reads no images, and no scoring program for rewards
+        that are outside JAX or score whole groups. A groupwise reward of latents alone has neither,
+        so the list is empty.
 
         Args:
             calls: The number of calls of each program per iteration.

@@ -79,8 +79,9 @@ class Devices:
 class Planner:
     """Compiles the programs of one configuration for devices that are not present.
 
-    It is made from a `Config` and the `Devices`, with the effects and errors of
-    `abstract_experiment`. `topology.prepare` must be called before, and before JAX is imported.
+    `Planner(config, where)` has the effects and errors of `abstract_experiment`, and also raises
+    InputError if the devices do not exist or do not fit the mesh, or the model cannot be opened.
+    `topology.prepare` must be called before, and before JAX is imported.
 
     Attributes:
         config: The configuration that is planned.
@@ -250,13 +251,14 @@ class Planner:
         Returns:
             A dict of bytes:
 
-            * "held": the arguments. An array that is passed twice counts once.
+            * "held": the arguments, also those that the compiler dropped. An array that is passed
+              twice counts once.
             * "padded": by how much "arguments" exceeds the bytes of all arguments, because the
               compiler pads them, e.g. to fill a TPU's tiles; 0 if it does not.
             * "temporaries", "outputs" and "code": what the program allocates, and its machine code.
             * "aliased": the outputs that are written over arguments.
             * "resident": a dict of the arrays that are in memory, but are not arguments, with the
-              names that `parts` gives them; also "latents", which wait for their scores. With
+              names that `parts` gives them; also "latents" (`Program.meanwhile`). With
               `model.prompt_cache_dir`, text encoders are in memory for "encode" alone.
             * "peak": the sum of "held", "padded", "temporaries", "outputs", "code" and the sizes in
               "resident", less "aliased".
@@ -321,9 +323,10 @@ def plan(
     Returns:
         A dict of JSON values. All bytes are those of one device, and all seconds roofline bounds:
 
-        * "phases": a list with a dict per phase, also for "evaluate" if its images are larger (with
-          0 seconds): "name" (e.g. "explore"), "seconds", "peak" (bytes) and "programs", a list of
-          dicts with "name", "calls", "memory" and "roofline" (see `Planner.measure`).
+        * "phases": a list with a dict per phase that has programs, also for "evaluate" if its
+          images are larger (with 0 seconds): "name" (e.g. "explore"), "seconds", "peak" (bytes) and
+          "programs", a list of dicts with "name", "calls", "memory" and "roofline" (see
+          `Planner.measure`).
         * "seconds" and "rollout": the seconds of an iteration, and those of its phases "sync",
           "explore" and "regenerate", which generate samples.
         * "naive_scaling": a dict of both for a run that explores in the training precision with all
@@ -332,14 +335,14 @@ def plan(
           phase, the bytes that arrays may take (92% of the memory), and whether the peak is within
           them.
         * "too_large": for each phase that does not fit, by its name, a list of settings that can
-          reduce its memory, e.g. "mesh.fsdp".
-        * "faster": settings `key=value` that may save time, by the name of the phase.
+          reduce its memory, e.g. "mesh.fsdp". Empty if all fit.
+        * "faster": a setting `key=value` that may save time, by the name of the phase. Often empty.
         * "parts": bytes of the arrays that stay in memory, e.g. "base" and "adapters".
         * "assumptions": a list of sentences.
-        * "preset", "objective", "device", "devices" (per host), "hosts", "size" (height and width
-          in pixels, and the frames of clips), "mesh" (the sizes of its axes by name), "exploration"
-          (its format, as a sentence) and "gradient_checkpointing" (what the backward pass computes
-          again): what was planned.
+        * "preset", "objective", "device", "devices" (per host), "hosts", "size" (a list of height
+          and width in pixels, and for clips the number of frames), "mesh" (the sizes of its axes by
+          name), "exploration" (its format, as a sentence) and "gradient_checkpointing" (what the
+          backward pass computes again): what was planned.
 
     Raises:
         InputError: If the devices do not exist or do not match the mesh of the configuration, if
@@ -408,7 +411,7 @@ def suggest_faster_settings(planner: Planner, left: dict[str, int]) -> dict[str,
 
     There are two: `rollout.explore.precision=auto`, if the device can only emulate the present
     format; and `model.gradient_checkpointing=matmuls`, if the configuration says "blocks" (not
-    "auto") and the update leaves more than half of the memory free.
+    "auto") and the update leaves more than half of the usable memory free.
 
     Args:
         planner: The planner, for its configuration, device and usable memory.
@@ -439,12 +442,12 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
 
     If the run regenerates the kept samples, it also estimates an iteration of the method
     "naive_scaling" for comparison, which samples all candidates in the training precision and with
-    all steps, and neither regenerates nor scores any again.
+    all steps, and neither regenerates nor scores any again. Each of its batches takes the roofline
+    seconds of a batch of regeneration, scaled up to all steps.
 
     Args:
         planner: The planner, which tells the number of batches.
-        phases: The phases of the iteration in order: dicts with "name", "seconds" and "programs" (a
-            list, of which the roofline seconds of regeneration are used).
+        phases: The phases of the iteration in order: dicts with "name", "seconds" and "programs".
 
     Returns:
         A dict of "seconds" (of the iteration) and "rollout" (of its phases "sync", "explore" and

@@ -32,15 +32,15 @@ def plan(
     The programs are compiled for these devices, which needs their compiler (`pip install
     'solrl_jax[plan-cuda]'` or `[plan-tpu]`), but no weights. Also imports objectives and rewards
     from outside the package, and reads the prompt sets, of which those of the hub are downloaded
-    unless they are in the hub's cache. Call it before anything imports JAX, in a process that does
-    not train: it sets environment variables with which JAX uses no device.
+    unless they are in the hub's cache. Call it before anything imports JAX, which is not checked,
+    in a process that does not train: it sets environment variables with which JAX runs on the CPU.
 
     Args:
         preset: The name of a preset, e.g. "flux1_sol_rl_hpsv2".
         *overrides: Settings that differ from the preset, as `key=value`. Later ones win.
         device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "b200".
-        devices: The number of devices on each host, at least 1; for TPUs, those of 1, 4 or 8
-            chips.
+        devices: The number of devices on each host, from 1 to `Target.on_host`; for TPUs, those of
+            1, 4 or 8 chips.
         hosts: The number of hosts, at least 1; a power of two for TPUs.
         hlo: A directory for the compiled programs as text, `PHASE-PROGRAM.hlo`. It is created if
             necessary. None: they are not written.

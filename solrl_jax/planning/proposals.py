@@ -34,7 +34,7 @@ class Record(NamedTuple):
         fsdp: The number of devices that share the parameters, `mesh.fsdp`.
         tensor: The number of devices that share each linear layer, `mesh.tensor`; 1: no tensor
             parallelism.
-        size: Height and width of the images in pixels, and the number of frames of clips.
+        size: (height, width) of images in pixels, or (height, width, number of frames) of clips.
         gradient_checkpointing: What the backward pass computes again,
             `model.gradient_checkpointing`: "none", "matmuls" or "blocks". None: it was left to
             "auto".
@@ -76,7 +76,7 @@ class Machine(NamedTuple):
     Attributes:
         platform: "gpu", "tpu" or "cpu".
         kind: The kind of device as JAX names it (`jax.Device.device_kind`), e.g. "NVIDIA H200".
-        devices: The number of devices of one host.
+        devices: The number of devices of one host, also if there are several hosts.
         memory: The bytes of one device that JAX may use; on a CPU, the memory of the machine.
     """
 
@@ -134,18 +134,19 @@ def load_records() -> tuple[Record, ...]:
 def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Proposal:
     """Proposes mesh, gradient checkpointing and batch sizes for a machine, from earlier plans.
 
-    Considered are plans of the same model on the same platform (GPU or TPU) for images at least as
-    large. A plan fits if it needs no more memory per device than the machine has, and if its number
-    of shards (`Record.shards`) divides the number of devices. If `mesh.tensor` or `mesh.sequence`
-    of the configuration is above 1, the configuration keeps both: a plan then needs the same
-    `mesh.tensor` to fit, and `mesh.sequence` further devices per shard. The one that should be
-    fastest is taken among those that fit: with the least tensor parallelism, then without
-    recomputing whole blocks, then with the smallest `mesh.fsdp`, then on the same kind of device,
-    then with the largest peak memory. If none fits, the settings are a guess that saves as much
-    memory as possible.
+    Considered are plans of the same model on the same platform (GPU or TPU; a CPU has none) for at
+    least as many pixels, in all frames. A plan fits if it needs no more memory per device than the
+    machine has, and if its number of shards (`Record.shards`) divides the number of devices. If
+    `mesh.tensor` or `mesh.sequence` of the configuration is above 1, the configuration keeps both:
+    a plan then needs the same `mesh.tensor` to fit, and `mesh.sequence` further devices per shard.
+    The one that should be fastest is taken among those that fit: with the least tensor parallelism,
+    then without recomputing whole blocks (a plan that left it to "auto" counts as such), then with
+    the smallest `mesh.fsdp`, then on the same kind of device, then with the largest peak memory. If
+    none fits, the settings are a guess that saves as much memory as possible.
 
     Args:
-        config: The configuration to propose for. Its model and its largest image size are used.
+        config: The configuration to propose for. Its model, largest image size, mesh and
+            `train.parameters` are used.
         machine: The devices to propose for.
         records: The earlier plans to choose from, e.g. `load_records()`.
 
@@ -219,15 +220,15 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
     possible.
 
     The parameters are divided among all devices of the host, or among as many as `mesh.tensor` and
-    `mesh.sequence` of the configuration leave, the backward pass computes whole blocks again, the
-    batch of the update is halved as often as the missing memory suggests (down to 2), that of the
-    rollout is no larger, and images of more than 512 pixels in height or width are decoded in tiles
-    of 512. Whether that fits is not known.
+    `mesh.sequence` of the configuration leave. The backward pass computes whole blocks again. The
+    batch of the update is halved, down to 2, until memory in proportion to it would fit; that of
+    the rollout is the smaller of this batch and the plan's. Images of more than 512 pixels in
+    height or width are decoded in tiles of 512. Whether that fits is not known.
 
     Args:
         config: The configuration, which gives the largest image size and the mesh.
         machine: The devices to guess for.
-        nearest: The plan with the least memory, from which the batch sizes are scaled down.
+        nearest: The plan with the least memory, whose batch sizes are the starting point.
         where: The devices in words, for the text of `reason`.
 
     Returns:
@@ -268,10 +269,10 @@ def expand_mesh_auto(
         A pair. First the new list of overrides: the proposed settings that no other override names,
         and after them the user's other overrides. Then one line for the user that names the
         settings and their origin, or says why nothing is proposed. Without `mesh=auto` the pair is
-        the overrides as they are and None.
+        the overrides as they are, unchecked, and None.
 
     Raises:
-        ConfigError: If the preset or an override is invalid.
+        ConfigError: If, with `mesh=auto`, the preset or an override is invalid.
     """
     if MESH_AUTO not in overrides:
         return list(overrides), None

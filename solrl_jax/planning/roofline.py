@@ -114,9 +114,10 @@ class Roofline:
               overlap with kernels: "kind", "overlaps" (whether kernels run meanwhile), "count" (of
               runs), "sent" (bytes that one device sends in all runs), "crossing" (those of them
               that go to another host) and "seconds".
-            * "largest": a list of the 8 longest kernels as dicts: "name", "result" (type and shape
-              of the first result), "source" (the operation of JAX that it came from), "times" (of
-              runs), "seconds" of all runs, and "at_peak" (the seconds of their arithmetic alone).
+            * "largest": a list of the 8 longest kernels as dicts (those of equal name, result and
+              source are one): "name", "result" (type and shape of the first result), "source" (the
+              operation of JAX that it came from), "times" (of runs), "seconds" of all runs, and
+              "at_peak" (the seconds of their arithmetic alone).
             * "unknown_loops": the number of loops that count as one iteration, because the number
               of their iterations is unknown.
         """
@@ -142,9 +143,10 @@ class Roofline:
         kernels.
 
         Returns:
-            One dict per group: "kind" (e.g. "all-gather"), "overlaps" (whether kernels run
-            meanwhile), "count" (the number of runs), "sent" (bytes that one device sends in all
-            runs), "crossing" (how many of them go to another host) and "seconds".
+            One dict per group, in the order of their first runs: "kind" (e.g. "all-gather"),
+            "overlaps" (whether kernels run meanwhile), "count" (the number of runs), "sent" (bytes
+            that one device sends in all runs), "crossing" (how many of them go to another host) and
+            "seconds".
         """
         groups: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
         for collective in self.collectives:

@@ -53,8 +53,8 @@ class Peaks:
     """The peak rates of one device.
 
     Attributes:
-        bf16: Operations per second of BF16 matmuls, with 2 for a multiply-add. The same unit holds
-            for all matmuls below.
+        bf16: Operations per second of BF16 matmuls, dense and with 2 for a multiply-add. The same
+            unit holds for all matmuls below.
         int8: INT8 matmuls; the rate of `bf16` for a device that has no hardware for them.
         fp8: FP8 matmuls; the rate of `bf16` for a device that has no hardware for them.
         fp4: FP4 matmuls; without hardware for them the rate of `bf16` on GPUs, and of `fp8` on
@@ -62,7 +62,7 @@ class Peaks:
         fp32: Float32 matmuls at full precision.
         tf32: Float32 matmuls at reduced precision: TF32 on GPUs, three passes of BF16 on TPUs.
         memory: Bytes per second of main memory.
-        link: Bytes per second of the links between the devices of a host or TPU slice, in one
+        link: Bytes per second of all links of one device to others of its host or TPU slice, in one
             direction.
         network: Bytes per second of the network between hosts in one direction, as the share of one
             device.
@@ -118,7 +118,8 @@ def _gpu(
     chip: Chip,
     on_host: int = 8,
 ) -> Target:
-    """Returns the target of a GPU. Its float32 rates are computed from the other figures.
+    """Returns the target of a GPU. Its float32 rate is computed from the chip's units and clock,
+    and its TF32 rate is half of that of BF16.
 
     Args:
         name: Its name on the command line, e.g. "h200".
@@ -126,7 +127,7 @@ def _gpu(
         capability: Its CUDA compute capability, e.g. (9, 0).
         memory: MiB of memory, as CUDA reports them.
         rates: Seven peak rates of one device: teraflops of matmuls in BF16, INT8, FP8 and FP4, TB/s
-            of memory, GB/s of the links, and GB/s of the network.
+            of memory, GB/s of the links, and GB/s of the network, both in one direction.
         chip: The figures that XLA's compiler asks for.
         on_host: The largest number of devices that one host has.
     """
@@ -151,7 +152,8 @@ def _tpu(
     name: str, kind: str, memory: int, rates: tuple[int | float, ...], axes: int, cores: int = 1
 ) -> Target:
     """Returns the target of a TPU. Its network has the rate of the links, FP4 that of FP8, and
-    float32 matmuls a third (reduced precision) or a sixth (full precision) of that of BF16.
+    float32 matmuls a third (reduced precision) or a sixth (full precision) of that of BF16. A host
+    has at most 8 chips in a two-dimensional torus, or 4.
 
     Args:
         name: Its name on the command line, e.g. "tpu-v5e".

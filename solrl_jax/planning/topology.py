@@ -172,8 +172,8 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
 
 
 def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
-    """Lowers a jitted function for the devices that its arguments are placed on, by
-    `function.lower(*arguments)`.
+    """Lowers a jitted function for the devices that its arguments are placed on. It is the plain
+    call `function.lower(*arguments)`.
 
     Args:
         function: The jitted function. If it reads the current mesh, set it with `jax.set_mesh`:

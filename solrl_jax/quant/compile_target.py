@@ -19,8 +19,8 @@ def platform() -> str:
 
     Returns:
         "cpu", "gpu" (always CUDA: no other GPU is supported) or "tpu", of the mesh that
-        `jax.set_mesh` has set. Without a mesh, or with a mesh that names no device, the platform of
-        JAX's default backend.
+        `jax.set_mesh` has set. Without a mesh, or with an `AbstractMesh` that was made without a
+        device, the platform of JAX's default backend.
     """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform

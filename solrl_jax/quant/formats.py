@@ -57,8 +57,7 @@ class DeviceInfo:
             capability: The lowest (major, minor) that is accepted.
 
         Returns:
-            False for CPUs and TPUs, and for a GPU whose capability is not known, unless (0, 0) is
-            accepted.
+            False for CPUs and TPUs. A GPU whose capability is not known counts as (0, 0).
         """
         return self.platform == "gpu" and self.capability >= capability
 
@@ -186,7 +185,8 @@ def scoring_dtypes(
         name: "fp32" decodes and scores in float32. "half" decodes in BF16 and scores in FP16 (BF16
             on TPUs, which have no FP16). "auto" is "half" if `precision` is "bf16" and the device
             computes in BF16 (TPUs, and NVIDIA GPUs from compute capability 8.0); otherwise it
-            decodes in the dtype that the autoencoder was released for and scores in float32.
+            decodes in the dtype that the autoencoder was released for and scores in float32. The
+            name is not checked.
         precision: The training precision, "bf16" or "fp32". It matters only for "auto".
         device: The device that decodes and scores.
 

@@ -56,7 +56,8 @@ class FP8Tensor(QuantizedWithInput):
         The scales of rows and columns are applied by the kernel that reads the lazy result.
 
         Args:
-            x: The input [b, s, in]. The leaf must hold a single matrix.
+            x: The input [b, s, in] in BF16 or float32 (unscaled sums could exceed the range of
+                FP16). The leaf must hold a single matrix.
 
         Returns:
             A lazy activation [b, s, out] in the dtype of `x`, complete on every device of the mesh
@@ -88,9 +89,9 @@ def quantize(w: Matrix) -> FP8Tensor:
             least 1.
 
     Returns:
-        The leaf. The scale of an output channel is its largest magnitude divided by 448. A channel
-        whose scale would be subnormal (below 2^-126; also a channel of zeros) has zero codes; a
-        channel with a non-finite value dequantizes to NaN.
+        The leaf, of JAX arrays. The scale of an output channel is its largest magnitude divided by
+        448. A channel whose scale would be subnormal (below 2^-126; also a channel of zeros) has
+        zero codes; a channel with a non-finite value dequantizes to NaN.
     """
     codes, scales = encode([jnp.swapaxes(w, -1, -2).astype(jnp.float32)])
     return FP8Tensor(codes[0], scales[0][..., 0])

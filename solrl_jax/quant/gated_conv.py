@@ -23,15 +23,16 @@ def gated_conv(
     `conv(silu(x)) + bias`, a depthwise 3x3 convolution.
 
     Under sequence parallelism, a device has some rows of the pixels, and fetches the rows next to
-    its own. `silu` (of x and of g) and the convolution are computed in float32, and the result of
-    each is rounded to the dtype of `x`.
+    its own. Both SiLUs and the convolution are computed in float32, and each of these three
+    results is rounded to the dtype of `x`.
 
     Args:
         x: The pixels [b, n, c], row by row; c is even. On a TPU, an activation without `grid` must
             be one lazy part, and the first of its arrays a matmul over all c channels. That array
             is written to memory.
         grid: The number of rows and of columns of the n pixels (of this device, under sequence
-            parallelism); their product is n.
+            parallelism); their product is n. It equals the `grid` of `x` if `x` has one, which is
+            not checked.
         kernel: The filters [3, 3, 1, c] of the convolution, which has stride 1 and zero padding.
         bias: The bias [c] of the convolution.
 
@@ -64,7 +65,8 @@ def _conv_of_own_rows(
     on either side from the neighboring devices. Each device must have at least as many.
 
     Rows are exchanged in float32, so that the gradient of a row is rounded once, after the parts of
-    all devices are added.
+    all devices are added. They stay in float32 for the convolution, so a TPU does not round
+    filters.
 
     Args:
         x: The rows of pixels of this device [b, rows, columns, c].
@@ -91,7 +93,8 @@ def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivat
     array as images [b, rows, columns, c] prevents that.
 
     Args:
-        x: The activation [b, n, c] as one lazy part, whose first array is the result of a matmul.
+        x: The activation [b, n, c] as one lazy part, whose first array is the result of a matmul
+            and is used with all its rows.
         grid: The number of rows and of columns of the n pixels.
 
     Returns:

@@ -63,7 +63,8 @@ class INT8Tensor(QuantizedWithInput):
         Returns:
             The result [b, s, out] in the dtype of `x`, as a lazy activation that is an array
             already, marked as containing a quantized matmul. It is complete on every device of the
-            mesh axis `tensor`. Rows with a non-finite input value become NaN or infinite.
+            mesh axis `tensor`, and has the `grid` of `x`. Rows with a non-finite input value become
+            NaN or infinite.
         """
         codes, scales = x.encode(encode)
         shape = (*codes.shape[:2], self.codes.shape[0])
@@ -96,9 +97,9 @@ def quantize(w: Matrix) -> INT8Tensor:
             from 1 to `MAX_INPUTS` (133,144).
 
     Returns:
-        The leaf. The scale of an output channel is its largest magnitude divided by 127. A channel
-        whose scale would be subnormal (below 2^-126; also a channel of zeros) has zero codes; a
-        channel with a non-finite value has a non-finite scale.
+        The leaf, of JAX arrays. The scale of an output channel is its largest magnitude divided by
+        127. A channel whose scale would be subnormal (below 2^-126; also a channel of zeros) has
+        zero codes; a channel with a non-finite value has a non-finite scale.
 
     Raises:
         ValueError: If the matrices have more than `MAX_INPUTS` (133,144) inputs.

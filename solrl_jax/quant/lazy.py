@@ -97,7 +97,8 @@ class LazyPart:
             exact part in the dtypes of its arrays, as in the released networks, and other parts in
             float32.
         start: With `stop`, the rows `start` to `stop` of the first array that the part uses; row
-            `start` meets row 0 of the other arrays. Ignored if `stop` is None.
+            `start` meets row 0 of the other arrays, which have `stop - start` rows or one. Ignored
+            if `stop` is None.
         stop: The row of the first array after the last one that is used. None uses all rows.
     """
 
@@ -138,9 +139,9 @@ class LazyActivation:
             function with the arrays that it is computed from. Usually there is one.
         dtype: The dtype of the activation once it is materialized.
         grid: The number of rows and of columns of pixels if the s rows are the pixels of an image,
-            row by row, and a convolution follows; otherwise None. It does not change values. A
-            matmul in INT8 on a TPU then writes images, and its result has the grid too; the results
-            of other matmuls, of `combine` and of `concat` do not.
+            row by row, and a convolution follows; otherwise None. It does not change values. With
+            it, a matmul in INT8 on a TPU writes images. The results of INT8 matmuls, `map` and
+            `split_columns` keep the grid; those of other matmuls, `combine` and `concat` do not.
     """
 
     parts: tuple[LazyPart, ...]
@@ -167,7 +168,7 @@ class LazyActivation:
                 exact are computed further in float32.
 
         Returns:
-            The lazy activation, whose value is the rows of `x`, cast to `dtype`.
+            The lazy activation, whose value is the rows of `x`, cast to `dtype`. It has no `grid`.
         """
         return cls((LazyPart(_identity, (x,), exact, *(rows or ())),), dtype or x.dtype)
 
@@ -183,7 +184,8 @@ class LazyActivation:
                 the first row of the activation.
 
         Returns:
-            The lazy result, with the dtype of this activation. It is exact if this activation is.
+            The lazy result, with the dtype and grid of this activation. It is exact if this
+            activation is.
 
         Raises:
             ValueError: If the activation has several parts, as after `concat`.
@@ -250,7 +252,8 @@ class LazyActivation:
                 result.
 
         Returns:
-            One lazy activation [b, s, width] per width, in their order.
+            One lazy activation [b, s, width] per width, in their order, with the dtype and grid of
+            this one, and exact if it is. A sum of widths above n is not noticed.
 
         Raises:
             ValueError: If the activation has several parts, as after `concat`.
@@ -294,8 +297,8 @@ class LazyActivation:
     def value(self) -> Float[Array, "b s n"]:
         """The activation as an array [b, s, n] in memory, in `dtype`. Computed once and kept.
 
-        Exact parts are computed in the dtypes of their arrays, other parts in float32; both are
-        then cast to `dtype`.
+        Plain JAX operations compute exact parts in the dtypes of their arrays, and other parts in
+        float32; both are then cast to `dtype`.
         """
         values = [
             part.compute(None if part.exact else jnp.float32).astype(self.dtype)
@@ -314,7 +317,8 @@ class LazyActivation:
         """Encodes the rows of the activation, for example as codes and scales, in one pass over
         memory.
 
-        The rows are computed in float32. No gradient may be taken of it.
+        The rows are computed in float32. The encoding is not differentiable, which is not
+        checked.
 
         Args:
             encode: The encoder, such as `solrl_jax.quant.nvfp4.encode`: from the columns of rows
@@ -400,8 +404,7 @@ def cast_saturating(x: Float[Array, "..."], dtype: Any) -> Float[Array, "..."]:
 
 
 def cast_rows(dtype: Any, parts: Sequence[Array]) -> tuple[list[Array]]:
-    """Casts rows and does nothing else (with `dtype` bound, an encoder for
-    `LazyActivation.encode`).
+    """Casts rows and does nothing else (with `dtype` bound, an encoder for `encode_in_one_pass`).
 
     Args:
         dtype: The dtype of the output. Casts to FP8 saturate.
@@ -557,10 +560,10 @@ def triton_kernel(
     Args:
         encode: The encoder: from the columns of a row (float32 arrays, one per part, the first
             columns first) to a tuple of outputs. Each is a list with one array per part, whose
-            width is in a fixed ratio to that of the part, or with a single array, such as the scale
-            of the row. The columns of each part come padded with zeros to a power of two, at least
-            `MIN_ROW_WIDTH` (64); the padding must not change the outputs for the columns of the
-            row.
+            width is in a fixed ratio to that of the padded part (the kernel cuts both alike), or
+            with a single array, such as the scale of the row. The columns of each part come padded
+            with zeros to a power of two, at least `MIN_ROW_WIDTH` (64); the padding must not change
+            the outputs for the columns of the row.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis, and all have one batch and one width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
@@ -650,7 +653,8 @@ def _encode_row(
             powers of two) to a tuple of outputs, each a list of arrays.
         parts: The parts of the activation, the first columns first.
         widths: The number of columns of each part.
-        inputs: For each part, references [n] to one row of each of its arrays.
+        inputs: For each part, references [n] to one row of each of its arrays (for a `ColumnView`,
+            of the whole array).
         results: References [m] to one row of each output of the encoder, which are written.
     """
     from jax.experimental.pallas import triton as plgpu
@@ -689,7 +693,7 @@ def _encode_row(
 
 
 def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
-    """Returns whether `tpu_kernel` can encode an activation.
+    """Returns whether `tpu_kernel` can encode an activation, whatever platform is in use.
 
     Args:
         encode: The encoder that would run.
@@ -711,7 +715,9 @@ def tpu_kernel(
 ) -> tuple[Array, ...]:
     """Computes the rows of an activation and encodes them, in one pass over memory on a TPU.
 
-    One step of the kernel handles up to `TPU_ROWS` rows of one sample, in float32.
+    One step of the kernel handles up to `TPU_ROWS` (128) rows of one sample, in float32; samples of
+    one row each are handled as the rows of one sample. Arrays that cannot be read in such blocks
+    are copied first (`_in_whole_blocks`).
 
     Args:
         encode: The encoder: from the columns of a block of rows (float32 arrays [rows, n], one per
@@ -808,7 +814,7 @@ def _in_whole_blocks(part: LazyPart) -> LazyPart:
 
     Returns:
         A part with the same value. Other column views are copied to arrays; so is a range of rows
-        that does not start at a multiple of 128, or is shorter than that.
+        that does not start at a multiple of 128, or has fewer than 128 rows.
     """
     first, *others = (
         x.value if isinstance(x, ColumnView) and _column_block(x) is None else x

@@ -86,8 +86,8 @@ class Leaf(abc.ABC):
 
         Returns:
             The leaf with a `PartitionSpec` in place of each array, also in leaves that it contains.
-            The axis that `output_axes` names is sharded where its size is a multiple of `shards`;
-            all else is replicated.
+            The axis that the `output_axes` of its own leaf names is sharded where its size is a
+            multiple of `shards`; all else is replicated.
         """
 
         def spec(path: tuple[Any, ...], x: Any) -> Any:
@@ -110,8 +110,9 @@ class Leaf(abc.ABC):
 class Quantized(Leaf):
     """A leaf whose matmul runs in a low-precision format.
 
-    The result only approximates that of the original matrix, and no gradient may be taken of it.
-    The class adds nothing to `Leaf`; it marks quantized leaves for `isinstance`.
+    The result only approximates that of the original matrix, and is not differentiable with respect
+    to the input or the weight. The class adds nothing to `Leaf`; it marks quantized leaves for
+    `isinstance`.
     """
 
 
@@ -156,8 +157,8 @@ def scale_lazily(
     result.
 
     Args:
-        y: The matmul of the codes [b, s, padded]. Columns from `width` on are padding, which is
-            never read.
+        y: The matmul of the codes [b, s, padded], which may be sharded over the mesh axis `tensor`
+            and is gathered. Columns from `width` on are padding, which is never read.
         *scales: Float32 scales that broadcast against [b, s, width]: [b, s, 1] for rows, [1, 1,
             width] for columns, [1, 1, 1] for a matrix.
         width: The number of columns of the result.

@@ -113,10 +113,10 @@ def linear_attention(
 
     Under sequence parallelism, the queries of each device read the sums over the keys of all
     devices. With BF16 queries on a GPU, it is one Triton kernel, if each input is a single lazy
-    part of all its rows and the sizes allow it (16, 32 or 64 features per head, and for all blocks,
-    rounded up to a power of two, at most 2^14 values in the sums S_b of a head; not for the
-    released variant or under sequence parallelism). Otherwise plain JAX computes the same. Both
-    have gradients with respect to q, k, v and m.
+    part of all its rows and the sizes allow it (16, 32 or 64 features per head, and at most 2^14
+    values in the sums S_b of a head, with the number of blocks rounded up to a power of two; not
+    for the released variant or under sequence parallelism). Otherwise plain JAX computes the same.
+    Both have gradients with respect to q, k, v and m.
 
     Args:
         q: Queries [b, n, d] before their feature, heads side by side in d. n are all tokens of the
@@ -129,7 +129,7 @@ def linear_attention(
         blocks: The blocks of the image, with eps, denominator_eps and the variant; not for use
             under sequence parallelism. None: no blocks, whatever `mix` is.
         mix: The mixing matrix m [blocks, blocks]; row i belongs to the queries of block i. None: no
-            blocks, whatever `blocks` is.
+            blocks and eps 0, whatever `blocks` is.
 
     Returns:
         The attended values [b, n, d]: without blocks in the dtype of `q`, with blocks in that of
@@ -184,8 +184,8 @@ def plain_reference(
 
     Args:
         q: Queries [b, n, d] before the ReLU, heads side by side.
-        k: Keys [b, m, d] before the ReLU, heads side by side. m differs from n where the tokens of
-            the queries are divided over devices.
+        k: Keys [b, m, d] before the ReLU, heads side by side. m differs from n under sequence
+            parallelism, where the caller has gathered the keys and values of all devices.
         v: Values [b, m, d], heads side by side.
         heads: The number of heads, which divides d.
 
@@ -310,7 +310,8 @@ def with_gradient(
     Args:
         kernel: `run_kernel` with its first four arguments given. Called as `kernel(False, mix,
             *arrays)`, it returns the attended values; as `kernel(True, mix, *arrays, g)`, with
-            their gradient g, the gradients of mix, q, k and v.
+            their gradient g, the gradients of mix for each image and head [b, heads, m, m] (which
+            are added here), and of q, k and v.
         functions: The three functions that compute q, k and v [b, n, d], each from its own arrays
             [b or 1, n or 1, columns or 1].
         counts: How many arrays each of these functions takes, in the order of `functions`.
@@ -361,15 +362,15 @@ def run_kernel(
             1, head or 1]: some tokens of the image, and the columns of one head. They return
             [tokens, head].
         first_columns: For each array of each function, the column of the array at which the first
-            head begins.
+            head begins; any number for an array of one column.
         widths: The number of features of one head (one of `HEAD_DIMS`: 16, 32 or 64), and of all
             heads together.
         blocks: The blocks of the image. `released` is ignored.
         backward: Whether to compute the gradient instead of the attended values.
-        *arrays: The mixing matrix [b or 1, m, m] in float32, where m is the number of blocks,
-            padded with zeros to a power of two; the arrays [b or 1, n or 1, columns or 1] of all
-            functions in order; and, if `backward`, the gradient [b, n, d] of the result. An axis of
-            size 1 is broadcast. At least one has b images.
+        *arrays: The mixing matrix [b or 1, m, m] in float32, padded with zeros, where m is the
+            number of blocks rounded up to a power of two; the arrays [b or 1, n or 1, columns or 1]
+            of all functions in order; and, if `backward`, the gradient [b, n, d] of the result. An
+            axis of size 1 is broadcast. At least one has b images.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
@@ -514,7 +515,8 @@ class _Head:
             ref: A reference to an array [n or 1, columns or 1]; axes of size 1 are broadcast.
             tokens: The group: the indices of its tokens [tokens, 1], and whether each exists
                 [tokens, 1].
-            first_column: The column of the array at which the first head begins.
+            first_column: The column of the array at which the first head begins. Not read if it has
+                one column.
 
         Returns:
             Float32 values [tokens or 1, head or 1]. Tokens that do not exist are 0, unless the
@@ -541,7 +543,7 @@ class _Head:
         self.plgpu.store(ref.at[tokens[0], self.columns], value.astype(ref.dtype), mask=mask)
 
     def scan_block(self, block: Any, step: Callable[..., Any], start: Any) -> Any:
-        """Calls a function for each group of tokens of a block, in order.
+        """Calls a function for each group of tokens of a block, in the block's raster order.
 
         Args:
             block: The index of the block, in raster order of blocks; int32, may be traced.
@@ -629,9 +631,9 @@ def _forward(head: _Head, *refs: Any) -> None:
 
     Args:
         head: The head of the image that this program of the kernel computes.
-        *refs: References to the mixing matrix [m, m] of the m blocks, to the arrays of q, k and v
-            in order, and last to the attended values [n, width], whose columns of this head are
-            written.
+        *refs: References to the mixing matrix [m, m], where m is the number of blocks rounded up to
+            a power of two; to the arrays of q, k and v in order; and last to the attended values
+            [n, width], whose columns of this head are written.
     """
     mix, *inputs, out = refs
     q, k, v = head.loaders(inputs)
@@ -660,11 +662,11 @@ def _backward(head: _Head, *refs: Any) -> None:
 
     Args:
         head: The head of the image that this program of the kernel computes.
-        *refs: References to the mixing matrix [m, m], where m is the number of blocks, padded to a
-            power of two; to the arrays that `head.functions` compute q, k and v from, in order, as
-            many as `head.first_columns` lists for each; to the gradient of the attended values [n,
-            width]; and to the outputs: the gradient of the mixing matrix for each head [heads, m,
-            m], and the gradients of q, k and v themselves [n, width]. This head's part of the
+        *refs: References to the mixing matrix [m, m], where m is the number of blocks rounded up to
+            a power of two; to the arrays that `head.functions` compute q, k and v from, in order,
+            as many as `head.first_columns` lists for each; to the gradient of the attended values
+            [n, width]; and to the outputs: the gradient of the mixing matrix for each head [heads,
+            m, m], and the gradients of q, k and v themselves [n, width]. This head's part of the
             outputs is written; rows that are padding of m are not.
     """
     mix, *inputs, gradient, mix_gradient, q_gradient, k_gradient, v_gradient = refs
@@ -783,7 +785,7 @@ def _split_bf16(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
 
     Returns:
         Three arrays of the shape of `x`, the largest magnitudes first. Their sum is exactly `x`, as
-        long as no part is so small that it underflows. For an infinite value, it is NaN.
+        long as no part is so small that it underflows. For an infinite value, the sum is NaN.
     """
     parts = []
     for _ in range(3):

@@ -48,7 +48,7 @@ class LowRank(Leaf):
         Returns:
             The result [rows, n_out] in the dtype of `x`, with its outputs sharded over the mesh
             axis `tensor` if their number is a multiple of the axis. Gradients of `a` and `b` are
-            accumulated in float32.
+            accumulated in float32. That of `base` is not stopped: callers do not ask for it.
         """
         y = tensor_parallel.column_parallel_matmul(x, self.base.astype(x.dtype))
         return y + _low_rank_matmul(self.scale, x, self.a, self.b)
@@ -79,7 +79,8 @@ def _low_rank_matmul(
         b: The second LoRA factor [rank, n_out], float32; multiplied by `scale`, then cast.
 
     Returns:
-        The low-rank update of the outputs, [rows, n_out], in the dtype of `x`.
+        The low-rank update of the outputs, [rows, n_out], in the dtype of `x`, sharded over the
+        mesh axis `tensor` if n_out is a multiple of the axis.
     """
     return _low_rank_forward(scale, x, a, b)[0]
 

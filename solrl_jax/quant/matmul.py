@@ -35,7 +35,7 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     Args:
         x: Activations [..., in] of a floating-point dtype.
         w: A single weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a
-            `Leaf`, for example a quantized matrix, of which no gradient may be taken.
+            `Leaf`. A quantized one is not differentiable, also with respect to `x`.
 
     Returns:
         `x @ w` [..., out], complete on every device of the mesh axis `tensor`. It has the dtype of
@@ -65,7 +65,8 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
 
     Returns:
         The lazy result [b, s, n_out] in the dtype of `x` (a `HalfPrecisionWeight` gives its own
-        dtype), complete on every device of the mesh axis `tensor`.
+        dtype), complete on every device of the mesh axis `tensor`. It is marked as exact unless the
+        weight has read `x` as codes and scales.
 
     Raises:
         ValueError: If `w` is an array and `x` is not of a floating-point dtype.
@@ -77,7 +78,7 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
 
 def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
     """Computes `x @ w`. Unlike those of `matmul`, its outputs may stay sharded over the mesh axis
-    `tensor`.
+    `tensor`, and are not named for gradient checkpointing.
 
     Args:
         x: Inputs [rows, n_in] of a floating-point dtype, which is not checked.
@@ -114,7 +115,7 @@ def output_partition_specs(w: Weight | np.ndarray | jax.ShapeDtypeStruct, shards
 
     Args:
         w: An array, an abstract array or a leaf. The outputs of an array are its last axis.
-        shards: The number of shards along the axis.
+        shards: The number of shards along the axis. 1 replicates everything.
 
     Returns:
         A `PartitionSpec` for an array; for a leaf, the leaf with a `PartitionSpec` in place of each

@@ -67,10 +67,12 @@ class NVFP4Tensor(QuantizedWithInput):
         quantized with a scale of its own.
 
         Args:
-            x: Activations [rows, n_in] of a floating-point dtype.
+            x: Activations [rows, n_in] of a floating-point dtype. The leaf must hold a single
+                matrix.
 
         Returns:
-            The result [rows, n_out] in the dtype of `x`, in memory.
+            The result [rows, n_out] in the dtype of `x`, in memory and complete on every device of
+            the mesh axis `tensor`.
 
         Raises:
             ValueError: If `x` does not have `n_in` columns.
@@ -124,9 +126,10 @@ def quantize(w: Matrix) -> NVFP4Tensor:
             empty.
 
     Returns:
-        The leaf, with a tensor scale per matrix: the largest magnitude divided by 448 * 6. A finite
-        matrix never yields NaN. A matrix whose tensor scale is at most 2^-117, also one of zeros,
-        becomes zero. A matrix with a non-finite value dequantizes to NaN as a whole.
+        The leaf, of JAX arrays, with a tensor scale per matrix: the largest magnitude divided by
+        448 * 6. A finite matrix never yields NaN. A matrix whose tensor scale is at most 2^-117,
+        also one of zeros, becomes zero. A matrix with a non-finite value dequantizes to NaN as a
+        whole.
     """
     n_in, n_out = w.shape[-2:]
     rows = jnp.swapaxes(w, -1, -2).astype(jnp.float32)
@@ -180,8 +183,8 @@ def scale_blocks(
     Args:
         x: Float32 rows [..., k]; k is a multiple of 16. Blocks lie along the last axis.
         scale: The float32 scale of the whole tensor or of each row, which multiplies the block
-            scales. It broadcasts against `x`, with a last axis of 1. Where it is at most 2^-117 (or
-            NaN), block scales and finite values become zero.
+            scales. It broadcasts against `x`, with a last axis of 1. Where it is at most 2^-117 or
+            NaN, block scales and finite values become zero, and an infinity becomes NaN.
 
     Returns:
         Float32 values [..., k], clipped to magnitudes up to 6, which a cast to E2M1 turns into
@@ -243,8 +246,9 @@ def block_scaled_dot(
     """Computes `(x * x_scales) @ (w * w_scales).T`, where a scale multiplies its block of 16 codes.
 
     It accumulates in float32. On Blackwell GPUs it is cuDNN's block-scaled matmul; on other devices
-    XLA multiplies the codes by their scales first. The float32 scales of NVFP4 (per tensor or row)
-    are not part of it: callers apply them to the result.
+    XLA multiplies the codes by their scales first. In CUDA programs under sequence parallelism,
+    each device multiplies its own rows (`_on_own_rows`). The float32 scales of NVFP4 (per tensor or
+    row) are not part of it: callers apply them to the result.
 
     Args:
         x: Codes of the activations [rows, k], float4_e2m1fn. For CUDA, k is a multiple of 64.
@@ -274,7 +278,8 @@ def _on_own_rows(
 ) -> Array:
     """Calls a matmul on each device with its own rows and all outputs, under sequence parallelism,
     where XLA cannot partition the call. The rows, already those of one device along `sequence`, are
-    split over all other mesh axes but `tensor`.
+    split over all other mesh axes but `tensor`; if their number is not a multiple of the shards,
+    every device multiplies all of them.
 
     Args:
         dot: The matmul, a function (x, x_scales, w, w_scales) -> [rows, n_out].

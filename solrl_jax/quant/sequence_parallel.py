@@ -54,9 +54,10 @@ def shard_tokens(
             may close over the weights of blocks that it scans over, which are replicated.
         shared: A tree of arrays that are replicated, such as modulation vectors.
         x: The tokens that are sharded. Every device gets n / shards consecutive ones.
-        rotation: Arrays with one entry per position [b or 1, positions, ...]: the cosines and sines
-            of rotary angles. The n entries from `start` on belong to `x` and are sharded with it;
-            `f` gets its share of them between all entries before and after. None: no positions.
+        rotation: A tree of arrays with one entry per position [b or 1, positions, ...]: the cosines
+            and sines of rotary angles. The n entries from `start` on belong to `x` and are sharded
+            with it; `f` gets its share of them between all entries before and after. None: no
+            positions.
         text: An array [b, l, d] of tokens that every device computes completely, such as a text
             stream that is much shorter than the image. None: there are none.
         start: The position of the first token of `x`, an index into `rotation`.
@@ -100,6 +101,7 @@ def shard_tokens(
 
 def _widen(x: Array) -> Array:
     """Casts an array that every device has, so that the parts of its gradient are added in float32.
+    `shard_tokens` casts it back on each device.
 
     Args:
         x: An array of any dtype.

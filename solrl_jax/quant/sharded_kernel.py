@@ -49,15 +49,17 @@ def shard_map_kernel(f: Callable[..., Any], *, heads_axis: int | None = None) ->
     Rows are sharded over all mesh axes except `tensor` and `sequence`. An array with a single row
     is given whole to every device. If the number of rows is not a multiple of the number of shards,
     every device computes all rows. Without a mesh, `f` is called directly. Under `jax.vmap`, the
-    mapped axis is merged into the rows.
+    mapped axis is merged into the rows, and arrays without it are repeated along it.
 
     Args:
         f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.
-            No operation may mix rows. On each device it sees the device's own rows alone.
+            No operation may mix rows. On each device it sees the device's own rows alone. Inside
+            `shard_tokens`, it may use collectives over `sequence`.
         heads_axis: The axis of the results, and of inputs with four axes, that holds attention
             heads; other inputs have none. Heads are then sharded over the mesh axis `tensor`, which
-            the mesh must have (KeyError otherwise), if the heads of the first array are a multiple
-            of its size; otherwise every device has all heads. None: there are no heads.
+            the mesh must have (KeyError otherwise), if the size of the axis `heads_axis` of the
+            first array is a multiple of the mesh axis; otherwise every device has all heads. None:
+            there are no heads.
 
     Returns:
         A function with the arguments and results of `f`. It takes positional arrays only.

@@ -72,9 +72,9 @@ def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
             "aesthetic": the converted safetensors file of the rating head or its directory, by
             default `weights/sac+logos+ava1-l14-linearMSE.safetensors` in the working directory.
             "aesthetic/clip": a directory, or the name of a hub repository, with the CLIP, by
-            default openai/clip-vit-large-patch14. `solrl plan` passes the constant
-            `sources.CARRIED` instead, which stands for the configurations in the package, without
-            weights.
+            default openai/clip-vit-large-patch14. In place of the whole mapping, `solrl plan`
+            passes the constant `sources.CARRIED`, which stands for the configurations in the
+            package, without weights.
 
     Returns:
         The reward with the networks "encoder" and "head", whose parameters are not read yet. Its
@@ -112,7 +112,7 @@ def aesthetic_scores(
     params: dict[str, Any],
     rows: tuple[Float[Array, "b H W 3"], Array],
 ) -> Scores:
-    """Rates images, under jit.
+    """Rates images. It does not compile itself: it is for use under jit.
 
     Args:
         encoder: The `ImageEncoder` as a `Component`: the structure of a network, without
@@ -120,7 +120,8 @@ def aesthetic_scores(
         head: The network that rates one embedding vector of unit norm, as a `Component` too.
         preprocess: Converts images to normalized pixels of the size that the encoder reads.
         params: The parameters of the two networks: {"encoder": ..., "head": ...}, each value a
-            nested dict of arrays.
+            nested dict of float32 arrays, in which a weight with a 16-bit matmul is a
+            `HalfPrecisionWeight`.
         rows: A tuple: the images [b, H, W, 3] in [0, 1], and the array [b] of `placeholder_rows`,
             which is not read.
 

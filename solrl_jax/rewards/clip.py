@@ -54,14 +54,15 @@ def clipscore(paths: Mapping[str, str]) -> NetworkReward:
 
     The score of an image and its prompt is the cosine of their embeddings times
     `exp(logit_scale) / 100`, a factor close to 1. Images of any size are resized bilinearly, as
-    PyTorch does it, and center-cropped to a square. Prompts are cut after 77 tokens. Missing files
-    are downloaded from the Hugging Face hub.
+    PyTorch does it with antialiasing, and center-cropped to a square. Prompts are cut after 77
+    tokens. Missing files are downloaded from the Hugging Face hub.
 
     Args:
         paths: The setting `reward.paths`: where the files are, by key. "clipscore": a directory, or
             the name of a hub repository, with the CLIP and its tokenizer; without it
-            openai/clip-vit-large-patch14. `solrl plan` passes the constant `sources.CARRIED`
-            instead, which stands for the configuration in the package, without weights.
+            openai/clip-vit-large-patch14. In place of the whole mapping, `solrl plan` passes the
+            constant `sources.CARRIED`, which stands for the configuration in the package, without
+            weights.
 
     Returns:
         The reward with the network "clip", whose parameters are not read yet. Its only score is
@@ -93,9 +94,9 @@ def pickscore(paths: Mapping[str, str]) -> NetworkReward:
         paths: The setting `reward.paths`: where the files are, by key. Each entry is a directory or
             the name of a hub repository. "pickscore": the network, by default
             yuvalkirstain/PickScore_v1. "pickscore/tokenizer": the tokenizer, by default
-            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. `solrl plan` passes the constant
-            `sources.CARRIED` instead, which stands for the configurations in the package, without
-            weights.
+            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. In place of the whole mapping, `solrl plan`
+            passes the constant `sources.CARRIED`, which stands for the configurations in the
+            package, without weights.
 
     Returns:
         The reward with the network "clip", whose parameters are not read yet. Its only score is
@@ -128,8 +129,9 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
             safetensors file (in OpenCLIP's layout) or its directory, by default
             `weights/HPS_v2.1_compressed.safetensors` in the working directory. "hpsv2/tokenizer": a
             directory, or the name of a hub repository, with the tokenizer, by default
-            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. `solrl plan` passes the constant
-            `sources.CARRIED` instead, which stands for the files in the package, without weights.
+            laion/CLIP-ViT-H-14-laion2B-s32B-b79K. In place of the whole mapping, `solrl plan`
+            passes the constant `sources.CARRIED`, which stands for the files in the package,
+            without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 
@@ -191,7 +193,8 @@ def _clip_reward(
     `max_position_embeddings` tokens of the text tower.
 
     Args:
-        folder: The folder of the network, with its safetensors files.
+        folder: The folder of the network, with its safetensors files. In the package's directory of
+            configurations, which plans use, no file is needed.
         tokenizer: The folder of its tokenizer.
         config: The sizes of the network, read from the `config.json` in `folder`.
         preprocess: Converts images in [0, 1] to normalized pixels of the size that the CLIP reads.
@@ -222,7 +225,9 @@ def cosine_scores(
     params: Any,
     rows: tuple[Float[Array, "b H W 3"], dict[str, Array]],
 ) -> Scores:
-    """Computes the cosine between the CLIP embeddings of images and prompts, under jit.
+    """Computes the cosine between the CLIP embeddings of images and prompts.
+
+    It does not compile itself: it is for use under jit.
 
     Args:
         network: The CLIP (`models.vision.clip.CLIPModel`) as a `Component`: its structure, without

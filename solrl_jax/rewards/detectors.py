@@ -41,7 +41,7 @@ Detect = Callable[[Float[np.ndarray, "n H W 3"]], Sequence[Sequence[Detection]]]
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """The names that a detector can find. A prompt whose metadata asks for another name is refused.
+    """The names that a detector can find. `geneval` refuses a prompt that asks for another.
 
     Attributes:
         classes: All classes of objects. None: unknown, so prompts may ask for any class.
@@ -60,8 +60,9 @@ def vocabulary(name: str) -> Vocabulary:
             unknown.
 
     Returns:
-        For "shapes" the shapes ("circle"), the shapes with a size ("small circle") and the colors
-        of the embedded world. Otherwise a vocabulary in which both fields are None.
+        For "shapes" the objects of the embedded world, the synthetic images of `data.shapes`:
+        "circle", "square" and "triangle", each also with its size ("small circle", "large circle"),
+        and six colors (`scenes.COLORS`). Otherwise a vocabulary in which both fields are None.
     """
     if name != "shapes":
         return Vocabulary()
@@ -105,12 +106,14 @@ def open_detector(name: str) -> Detect:
 def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]:
     """Detects the colored shapes of the embedded world (synthetic images of circles, squares, ...).
 
-    Each shape yields two detections with the same box: one by shape, e.g. "circle", and one by size
-    and shape, e.g. "small circle". The confidence is always 1. Connected regions that are too small
-    or have no clear shape are left out.
+    Each shape yields two detections with the same box: one by shape, e.g. "circle", then one by
+    size and shape, e.g. "small circle". The confidence is always 1. Connected regions of one color
+    that have fewer than 8 pixels of an image scaled to 32 x 32 (`verifier.MIN_AREA`), or no clear
+    shape, are left out.
 
     Args:
-        images: Square images [n, H, H, 3] in [0, 1] of any size; n may be 0.
+        images: Square images [n, H, H, 3] of any size, with finite values in [0, 1], which are not
+            checked; n may be 0.
 
     Returns:
         One list per image with the detections of the shapes among its eight largest regions, the

@@ -30,8 +30,8 @@ Scores = dict[str, Float[np.ndarray, " n"]]
 class Share:
     """The part of a series of images that this process scores, and the object that scores it.
 
-    A process has up to two shares: one for the rewards that score each image alone, and one for
-    those that compare the images of a group.
+    With several processes, each has up to two shares: one for the rewards that score each image
+    alone, and one for those that compare the images of a group. A single process has one for all.
 
     Attributes:
         scoring: Passes the images of the share to the worker processes of this host. It knows which
@@ -51,8 +51,8 @@ class DividedScoring:
 
     Images arrive in chunks, one call of `add` per chunk, in order. Each host scores the rows of a
     chunk that are on its own devices, with its own worker processes. For rewards that compare the
-    images of a group, each host scores whole groups instead. `finish` returns the scores of all
-    hosts to every host. `divided_scoring` makes it.
+    images of a group, each of n hosts scores every n-th group instead. `finish` returns the scores
+    of all hosts to every host. `divided_scoring` makes it.
     """
 
     def __init__(self, shares: list[Share], count: int) -> None:
@@ -72,19 +72,21 @@ class DividedScoring:
     def add(self, images: Float[Array, "b ... 3"]) -> None:
         """Starts the scoring of this host's part of the next chunk. Every host must call it.
 
-        It may first wait for the scores of an earlier chunk. If a reward compares images and there
-        are several hosts, it also copies the whole chunk to every host.
+        It waits until the devices have computed the images, and possibly for the scores of an
+        earlier chunk. If a reward compares images and there are several hosts, it also copies the
+        whole chunk to every host.
 
         Args:
-            images: The next chunk [chunk, H, W, 3] in [0, 1], a global array whose rows are divided
-                over the devices of all hosts. Rows beyond the last prompt are padding and are not
-                scored. For rewards of clips, clips [chunk, T, H, W, 3].
+            images: The next chunk [chunk, H, W, 3] in [0, 1], of any floating dtype, a global array
+                whose rows are divided over the devices of all hosts. Rows beyond the last prompt
+                are padding and are not scored. For rewards of clips, clips [chunk, T, H, W, 3].
 
         Raises:
             RewardError: With a single host, if an earlier call of a reward failed and
-                `HostRewards.skip` is false, or if 32 calls of one reward in a row gave no score
-                at all. With several hosts the error is kept, the images are ignored from then on,
-                and `finish` raises it, so that no host waits for one that has stopped.
+                `HostRewards.skip` is false, or if 32 calls of one reward in a row, also those of
+                earlier series, gave no score at all. With several hosts the error is kept, the
+                images are ignored from then on, and `finish` raises it, so that no host waits for
+                one that has stopped.
         """
         first = self._num_added
         self._num_added += len(images)
@@ -108,13 +110,15 @@ class DividedScoring:
     def finish(self) -> tuple[Scores, dict[str, int], dict[str, float]]:
         """Waits for the scores of all hosts. Every host must call it, once.
 
+        Also prints a line to standard error for each reward with failed calls of this host.
+
         Returns:
             A tuple of three dicts, the same on every host:
               1. The scores: float32 arrays with one value per image of the series, in order, by
                  "REWARD" and, for further scores of a reward, "REWARD/OTHER"; NaN for images
                  without a score.
-              2. The number of images that each reward could not score, by the name of the reward;
-                 0 for one that scored all.
+              2. By the name of the reward, the number of images, of all hosts, that have no score
+                 because a call failed; 0 for one without failures.
               3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}, and
                  the seconds that each host waited, as "REWARD/seconds_waited"
                  (`HostScoring.usage`); all are sums over the hosts.
@@ -122,7 +126,7 @@ class DividedScoring:
         Raises:
             RewardError: On every host, if on any host a call failed and `HostRewards.skip` is
                 false, or 32 calls of one reward in a row gave no score at all.
-            RunError: If another host does not answer.
+            RunError: If another host does not answer within 1800 seconds.
         """
         results: list[dict[str, Any]] = []
         for share in self._shares:
@@ -183,7 +187,9 @@ class SampleScoring:
                 [0, 1], on the ambient mesh.
 
         Returns:
-            The argument of `add`: for each kind of rewards, frames as images or the clips.
+            The argument of `add`, a list with one array per kind of rewards that there is. First,
+            for rewards of images: frames [chunk * frames, H, W, 3], or `samples` itself if they are
+            images. Then, for rewards of clips: `samples` itself.
         """
         return [
             samples
@@ -208,8 +214,9 @@ class SampleScoring:
         """Waits for the scores of all hosts. Every host must call it, once.
 
         Returns:
-            A tuple of three dicts, as those of `DividedScoring.finish`, with one score per sample.
-            The second counts frames, not samples, for rewards that get frames of clips.
+            A tuple of three dicts, as those of `DividedScoring.finish`, with one score per sample;
+            NaN if one of its frames has no score. The second counts frames, not samples, for
+            rewards that get frames of clips.
 
         Raises:
             RewardError: As `DividedScoring.finish` does.
@@ -239,10 +246,10 @@ def sample_scoring(
         host: The rewards outside JAX, and how their worker processes run.
         prompts: The prompt of each sample of the whole series, in order, the same on every host. If
             a reward compares samples, those of one prompt must be adjacent.
-        chunk: The number of samples per call of `SampleScoring.add`. The last chunk is padded to
-            it by the caller.
+        chunk: The number of samples per call of `SampleScoring.add`, a multiple of the parts that
+            `placement` divides rows into. The last chunk is padded to it by the caller.
         frames: The number of frames of a sample that rewards of images get, at most those that it
-            has; 1 for images.
+            has; 1 for images, and if a reward of images compares samples (not checked here).
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
 
     Yields:
@@ -273,12 +280,13 @@ def divided_scoring(
     dropped and its worker processes end.
 
     Args:
-        host: The rewards outside JAX ("host rewards"), and how their worker processes run.
+        host: The rewards outside JAX ("host rewards"), all of images or all of clips
+            (`HostRewards.select`), and how their worker processes run.
         prompts: The prompt of each image of the whole series, in order, the same on every host. For
             rewards that compare images, neighbors with equal prompts form the groups, so the images
-            of a prompt must be adjacent; every host then gets all images.
-        chunk: The number of images per call of `DividedScoring.add`. The last chunk is padded to
-            it by the caller.
+            of a prompt must be adjacent; if there are several hosts, each then gets all images.
+        chunk: The number of images per call of `DividedScoring.add`, a multiple of the parts that
+            `placement` divides rows into. The last chunk is padded to it by the caller.
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
 
     Yields:

@@ -31,11 +31,11 @@ def sample_frames(clips: Float[Array, "b T H W 3"], count: int) -> Float[Array, 
 def sample_frames_on_mesh(
     clips: Float[Array, "b T H W 3"], count: int
 ) -> Float[Array, "frames H W 3"]:
-    """`sample_frames` as a program of its own, whose result is divided over the devices of the
-    ambient mesh as the clips are.
+    """`sample_frames` as a program of its own, whose result is divided over the axes `data` and
+    `fsdp` of the ambient mesh.
 
     Args:
-        clips: The clips. The devices of the mesh must divide their number.
+        clips: The clips. Their number must be a multiple of the devices along these axes.
         count: The number of frames of each clip, 1 to T; static.
 
     Returns:
@@ -48,12 +48,12 @@ def repeat_rows(tree: Any, count: int) -> Any:
     """Repeats every row of arrays, so that there is one per frame.
 
     Args:
-        tree: A tree of arrays with one row per sample. None in it stays None.
+        tree: A tree of JAX or NumPy arrays with one row per sample. None in it stays None.
         count: The number of frames of each sample. 1 returns `tree` itself.
 
     Returns:
-        The tree with `count` copies of each row, which follow each other, those of the first sample
-        first.
+        The tree, of JAX arrays, with `count` copies of each row, which follow each other, those of
+        the first sample first.
     """
     return tree if count == 1 else jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), tree)
 
@@ -62,7 +62,8 @@ def mean_over_frames(scores: Mapping[str, Any], count: int) -> dict[str, Any]:
     """Returns the mean score of the frames of each sample. One NaN makes the mean NaN.
 
     Args:
-        scores: By name, an array with one score per frame, those of the first sample first.
+        scores: By name, a JAX or NumPy array with one score per frame, those of the first sample
+            first.
         count: The number of frames of each sample. With 1 the arrays stay as they are.
 
     Returns:

@@ -85,7 +85,8 @@ def geneval(
     there are none.
 
     Args:
-        images: Images [n, H, W, 3] in [0, 1]. One with a non-finite value scores NaN.
+        images: Images [n, H, W, 3] in [0, 1], which are not clipped. One with a non-finite value
+            has NaN for both scores.
         prompts: The prompt of each image, for messages.
         metadata: GenEval's metadata of each prompt, a mapping. "tag": the name of the task, e.g.
             "position". "include": a list of the requested objects, e.g. {"class": "dog", "count":
@@ -190,8 +191,9 @@ def judge(objects: Objects, request: Request) -> tuple[float, bool]:
          number of objects of the class in this color.
       4. Position, if the clause has one and both n and m (if it has a color) are the count: 1 if
          the relation holds between every object of the clause and every object of the clause it
-         refers to; 0 if that other clause was itself not met; otherwise two terms, 0 and 1, as in
-         Flow-GRPO's code. With a wrong m the position adds no term.
+         refers to; 0 if that other clause was not met itself, in number, color or position;
+         otherwise (some pair lacks the relation) two terms, 0 and 1, as in Flow-GRPO's code. With a
+         wrong m the position adds no term.
 
     `request.exclude` only affects the strict verdict.
 
@@ -241,7 +243,7 @@ def relations(a: Detection, b: Detection) -> set[str]:
     The offset between the centers of the boxes is first reduced along each axis by 0.1
     (`MIN_OFFSET`) times the sum of both boxes' sizes along it, to 0 at the least. A relation holds
     if the reduced offset along its axis is more than half (`MIN_AXIS_FRACTION`) of the distance
-    between the centers.
+    between the centers, which is not reduced.
 
     Args:
         a: The object whose position is described.
@@ -277,8 +279,8 @@ def parse_request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request
         metadata: The metadata of the prompt: "tag", a text; "include", a list of mappings such as
             {"class": "dog", "count": 1, "color": "brown", "position": ["left of", 0]} (color and
             position are optional, and 0 is the index of an earlier entry); and possibly "exclude",
-            a list of mappings with "class" and "count". Other keys of `metadata` are ignored, but
-            an entry may have no others.
+            a list of mappings with "class" and "count". Null counts as missing for "color" and
+            "position" alone. Other keys of `metadata` are ignored, but an entry may have no others.
         known: The classes and colors that the detector can find.
 
     Returns:
@@ -314,7 +316,7 @@ def _parse_clauses(
         known: The classes and colors that the detector can find.
 
     Returns:
-        The clauses in order; () if there is no such key.
+        The clauses in order; () if there is no such key or the list is empty.
 
     Raises:
         ValueError: If the value is no list of mappings, or a mapping is no valid clause.
@@ -333,9 +335,9 @@ def _parse_clause(
 
     Args:
         prompt: The prompt, for messages.
-        value: The clause, a mapping. "class": a text. "count": an integer of at least 1. Only in
-            the list "include", and optional: "color", a text, and "position", a pair of a relation
-            (e.g. "left of") and the index of an earlier clause.
+        value: The clause, a mapping. "class": a text. "count": an integer of at least 1, no
+            Boolean. Only in the list "include", and optional: "color", a text, and "position", a
+            pair of a relation (e.g. "left of") and the index of an earlier clause.
         kind: The list that the clause is in, "include" or "exclude".
         index: The index of the clause in this list, from 0. A position may refer only to smaller
             ones.

@@ -16,12 +16,13 @@ class GroupScoring:
     """Scores a series of images with a groupwise reward inside JAX, one group at a time.
 
     A group is the candidates of one prompt, or a part of them if they are more than
-    `Reward.group_size`. The constructor gets the loaded reward, its prepared prompts, the mesh and
-    the prompt of each image of the whole series, so the groups are known; `add` passes images on
-    and scores each group once all of its images are there; `finish` returns the scores. A group is
-    replicated on all devices, so its size need not be a multiple of their number. With several
-    processes, all must make the same calls with the same arguments. The scoring is compiled once
-    per size of a group.
+    `Reward.group_size`. `GroupScoring(reward, prepared, prompts, mesh)` gets the loaded reward, the
+    arrays that its `prepare` returned, for each image of the whole series the row of its prompt in
+    these arrays, and the mesh, so the groups are known; `add` passes images on and scores each
+    group once all of its images are there; `finish` returns the scores. A group is replicated on
+    all devices, so its size need not be a multiple of their number. With several processes, all
+    must make the same calls with the same arguments. The scoring is compiled once per size of a
+    group.
     """
 
     def __init__(self, reward: Reward, prepared: Any, prompts: Sequence[int], mesh: Mesh) -> None:
@@ -50,19 +51,21 @@ class GroupScoring:
     def add(self, images: np.ndarray | None, latents: np.ndarray) -> None:
         """Passes on the next images of the series. Also scores the groups that they complete.
 
-        A group is the candidates of one prompt, or a part of them. Images of an incomplete group
-        are kept until its last one comes. All processes must call it with the same arguments.
+        A group is the candidates of one prompt, or a part of them. The call waits until complete
+        groups are scored, and keeps the images of an incomplete one until its last image comes. All
+        processes must call it with the same arguments.
 
         Args:
             images: The images as a NumPy array [b, H, W, 3] in [0, 1], or clips [b, T, H, W, 3], of
-                which a reward of images gets `Reward.frames` frames; None if the reward scores
-                latents alone.
-            latents: Their latents, a NumPy array [b, h, w, c], of clips [b, t, h, w, c]. Rows
-                beyond the last prompt are padding, which is not scored.
+                which a reward of images gets `Reward.frames` frames (the score is the mean over
+                them); None if the reward scores latents alone.
+            latents: Their latents, a NumPy array [b, h, w, c], of clips [b, t, h, w, c], which are
+                scored with each frame if a reward reads both. Rows beyond the last prompt are
+                padding, which is not scored.
 
         Raises:
-            InputError: If the reward's code raises, or returns no scores of the right names and
-                shapes.
+            InputError: If the code of a reward in the weighted sum raises, or returns no scores of
+                the right names and shapes. Errors of a reward that is no sum pass unchanged.
         """
         known = len(self._prompts) - self._first - len(self._pending)
         for row in range(min(len(latents), known)):
@@ -78,15 +81,18 @@ class GroupScoring:
         """Returns the scores of the whole series. To be called after the last image was added.
 
         Returns:
-            NumPy arrays [images], the same in every process, by the names that the reward's `score`
-            returns. For a weighted sum these are the name of each groupwise reward, "NAME/OTHER"
-            for its other scores and, if any score has a weight, "reward" for the sum. Images of a
-            group that is still incomplete are missing at the end. {} if no group was scored.
+            NumPy arrays [images], the same in every process, with the names and dtypes that the
+            reward's `score` returns. For a weighted sum these are the name of each groupwise
+            reward, "NAME/OTHER" for its other scores and, if any score has a weight, "reward" for
+            the sum. The arrays are shorter if the last group is incomplete. {} if no group was
+            scored.
         """
         return {name: np.concatenate(parts) for name, parts in self._scores.items()}
 
     def _score(self, rows: list[tuple[Any, ...]], prompts: np.ndarray) -> None:
         """Scores one group, replicated on all devices, and stores the scores.
+
+        All processes must call it.
 
         Args:
             rows: For each candidate of the group, a pair: its image [H, W, 3] or clip [T, H, W, 3]
@@ -95,8 +101,8 @@ class GroupScoring:
                 returned, int32 [candidates]. They are all equal.
 
         Raises:
-            InputError: If the reward's code raises, or returns no scores of the right names and
-                shapes.
+            InputError: If the code of a reward in the weighted sum raises, or returns no scores of
+                the right names and shapes. Errors of a reward that is no sum pass unchanged.
         """
         everywhere = sharding.replicated(self._mesh)
         images, latents = (

@@ -27,8 +27,8 @@ def group_slices(prompts: Sequence[Any], size: int) -> list[slice]:
             an index. Only neighbors are grouped: if a prompt comes again after another one, its
             images there form groups of their own.
         size: The most images in a group, at least 1. More images of a prompt are divided into as
-            few groups as possible, whose sizes differ by at most 1: with size 2, three images
-            become groups of one and two.
+            few groups as possible, whose sizes differ by at most 1, in any order: with size 2,
+            three images become groups of one and two.
 
     Returns:
         The range of the images of each group. The ranges follow each other and cover all images;
@@ -70,7 +70,8 @@ def win_rates(preferences: Float[np.ndarray, "n n"]) -> Float[np.ndarray, " n"]:
 
     Args:
         preferences: p[i, j] in [0, 1] is how much image i is preferred to image j when i comes
-            first. NaN: they were not compared in this order. The diagonal is not read.
+            first; the range is not checked. NaN or infinite: they were not compared in this order.
+            The diagonal is not read.
 
     Returns:
         The scores in [0, 1], float32. A pair that lacks an order is left out of the means. The only
@@ -98,9 +99,9 @@ def round_robin(prefer: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any, A
     Args:
         prefer: A pure function (params, first, second, prepared) -> preferences [n] in [0, 1]: how
             much `first[k]` is preferred to `second[k]`, for each of n pairs. `params` are those of
-            the reward. `first` and `second` are images [n, H, W, 3], latents, or pairs of both,
-            according to `Reward.inputs`. `prepared` is what `Reward.prepare` returned for the
-            prompt of the group, repeated in n rows.
+            the reward. `first` and `second` are images [n, H, W, 3] (clips [n, T, H, W, 3] with
+            `Reward.clips`), latents, or tuples of both, according to `Reward.inputs`. `prepared` is
+            what `Reward.prepare` returned for the prompt of the group, repeated in n rows.
 
     Returns:
         A function (params, inputs, prepared) -> {"reward": win rates [n] in [0, 1]} for a group of

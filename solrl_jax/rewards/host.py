@@ -63,8 +63,9 @@ class RewardError(RunError):
 class ScoringFailure(Exception):
     """A call of a reward's function returned no scores, or not all of them.
 
-    In a worker process it is raised by the function, such as `http` or a judge's, or by the checks
-    of what it returned, and `_call` turns it into a `CallResult`. The message says why in one line.
+    `ScoringFailure(message, scores=None)` is raised in a worker process, by the function (such as
+    `http` or a judge's) or by the checks of what it returned, and `_call` turns it into a
+    `CallResult`. The message says why in one line.
 
     Attributes:
         scores: The scores of those images (or pairs) that have one, with NaN for the others: n
@@ -110,12 +111,13 @@ Wait = Callable[[], CallResult]
 class Workers:
     """A pool of worker processes that call the functions of rewards, on the CPU only.
 
-    They start with the first call, and end with `close` or with the program. A process that dies is
-    replaced for the next call.
+    `Workers(count, timeout)` starts none: they start with the first call, and end with `close` or
+    with the program. A process that dies is replaced for the next call.
 
     Attributes:
         count: The number of processes, at least 1.
-        timeout: Seconds that one call may take, counted from when a process begins it.
+        timeout: Seconds that one call may take, counted from when a process begins it. A process
+            that takes longer is killed.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -143,10 +145,10 @@ class Workers:
 
         Returns:
             A function without arguments that waits for the call and returns its `CallResult`. It
-            does not raise: a call that raised, returned no scores, exceeded the timeout or its
-            memory, or lost its process has a `problem` and no `answer`. A call that raised a
-            `ScoringFailure` with some scores has both. If the whole pool broke or was closed, the
-            call is repeated once, in new processes.
+            does not raise: a call that raised, returned no scores, exceeded the timeout or the
+            memory of a process (an equal part of the host's), or lost its process has a `problem`
+            and no `answer`. A call that raised a `ScoringFailure` with some scores has both. If the
+            whole pool broke or was closed, the call is repeated once, in new processes.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
@@ -185,7 +187,7 @@ class Workers:
         """Queues one run of `_call` in the pool of processes.
 
         Also creates the pool if there is none, or replaces one that no longer works. Each process
-        of a new pool may take the host's memory divided by (number of processes + 1).
+        of a new pool may take the host's physical memory divided by (number of processes + 1).
 
         Args:
             arguments: The arguments of `_call` without its first (the timeout), in this order: the
@@ -222,7 +224,7 @@ class Workers:
         Returns:
             The result of the call. If it has none: a text of one line that says why, such as the
             timeout, the signal or exit code of the process, or arguments that cannot be pickled.
-            None if the whole pool broke, so that the call may be tried in a new one.
+            None if the whole pool broke or was closed, so that the call may be tried in a new one.
         """
         end = math.inf
         while not future.done():
@@ -278,9 +280,8 @@ class HostScoring:
     the worker processes.
 
     Attributes:
-        failed: By the name of every reward, the number of images that have no score so far because
-            their call failed; 0 for one without failures. It stays 0 where a failed call ends the
-            run.
+        failed: By the name of every reward, the number of images without a score in its failed
+            calls so far; 0 without failures. It stays 0 where a failed call ends the run.
         usage: Sums of the counters that the functions increased so far (`rewards.usage.add_count`),
             as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}. A reward that counts something also
             has "REWARD/seconds_waited", the seconds that the run waited for its scores.
@@ -295,8 +296,8 @@ class HostScoring:
         """Starts no call yet. The arrays of all scores whose names are known exist and hold NaN.
 
         Args:
-            host: The rewards outside JAX, and the number, timeout and treatment of failures of
-                their processes.
+            host: The rewards outside JAX, all of images or all of clips, and the number, timeout
+                and treatment of failures of their processes.
             prompts: The prompt of each image, in order.
             groups: The ranges of the images that are compared with each other, which follow each
                 other from 0 and cover all images. None: the images of a prompt that directly follow
@@ -361,7 +362,8 @@ class HostScoring:
         Also keeps the images of an incomplete group until its last image comes.
 
         Args:
-            images: The next images or clips, without padding, float32.
+            images: The next images or clips, without padding, float32, which `add` has counted
+                already.
 
         Returns:
             For each call: the reward, the range of the group among all images, and the function
@@ -391,9 +393,9 @@ class HostScoring:
         without a score, and the first error.
 
         Returns:
-            The scores by name, float32 arrays with one value per prompt: "NAME" for each reward
-            (also if all its calls failed) and "NAME/OTHER" for its other scores. NaN for images
-            without one.
+            The scores by name, float32 arrays with one value per prompt: "NAME" for each reward,
+            "NAME/OTHER" for each of its `HostReward.others` (both also if all calls failed), and
+            any further scores that it returned. NaN for images without one.
 
         Raises:
             RewardError: If a call failed and failed calls are not skipped, or 32 calls of one
@@ -413,8 +415,9 @@ class HostScoring:
 
         A call whose answer lacks a score of `HostReward.others` counts as failed, and none of its
         scores is stored. Scores beyond `others` are stored too. A call that returned scores and a
-        problem (a partial failure) has its scores stored and counts as failed. Also updates
-        `HostRewards.failures_in_a_row`, which outlives this object.
+        problem (a partial failure) has its scores stored and counts as failed. A failed call
+        without any score also adds 1 to the reward's count in `HostRewards.failures_in_a_row`,
+        which outlives this object; every other call resets it to 0.
 
         Args:
             calls: For each call: the reward, the range of its images among all, and the function
@@ -461,8 +464,8 @@ class HostScoring:
     def _note_failure(self, reward: HostReward, rows: slice, problem: str, answer: Scores) -> None:
         """Counts the images of a failed call that have no score, or ends the run.
 
-        Also updates `HostRewards.failures_in_a_row`, and keeps the message for `finish` if it is
-        the first one of the reward.
+        Also updates `HostRewards.failures_in_a_row` (plus 1 if the call has no score at all, else
+        reset to 0), and keeps the message for `finish` if it is the first one of the reward.
 
         Args:
             reward: The reward whose call failed.
@@ -511,12 +514,12 @@ def open_scoring(
 ) -> Iterator[HostScoring]:
     """A context manager that yields a `HostScoring` for one series of images.
 
-    If the body raises, the worker processes end and their calls are dropped. Otherwise the
-    processes stay for the next series.
+    If the body raises, the worker processes, which all series with the same number and timeout
+    share, end and their calls are dropped. Otherwise they stay for the next series.
 
     Args:
-        host: The rewards outside JAX, and the number, timeout and treatment of failures of their
-            worker processes.
+        host: The rewards outside JAX, all of images or all of clips, and the number, timeout and
+            treatment of failures of their worker processes.
         prompts: The prompt of each image, in order.
         groups: For rewards that compare images: the ranges of the images that are compared with
             each other, which follow each other from 0. None: neighboring images of the same prompt,
@@ -660,11 +663,11 @@ def _call(
 
     Returns:
         A `CallResult` with `answer`: float32 arrays [n] by name, with NaN for images that have a
-        non-finite value, or None without scores; `problem`: why there are none, in one line, or
-        None: the import or the function raised, memory ran out, or the returned value is neither n
-        numbers nor a mapping of names to n numbers with "reward"; and `usage`: what the function
-        counted. If the function raised a `ScoringFailure` with the scores of some images, `answer`
-        and `problem` are both set.
+        non-finite value (the function gets them too, unless it compares pairs), or None without
+        scores; `problem`: why there are none, in one line, or None: the import or the function
+        raised, memory ran out, or the returned value is neither n numbers nor a mapping of names to
+        n numbers with "reward"; and `usage`: what the function counted. If the function raised a
+        `ScoringFailure` with the scores of some images, `answer` and `problem` are both set.
 
     Raises:
         ScoringFailure: If the function raised a `ScoringFailure` whose `scores` have the wrong
@@ -722,10 +725,10 @@ def _compare_pairs(
         values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
-        ScoringFailure: If the function raised one. With the win rates as "reward", if any image has
-            one from the preferences that are known; otherwise without scores. After a
-            ScoringFailure without any preference, the function is not called again. Also without
-            scores, if the function returned no numbers or one outside of [0, 1].
+        ScoringFailure: If the function raised one; with the message of the first. Its scores are
+            {"reward": the win rates} if the known preferences give any image one, else None. The
+            comparison goes on after a ScoringFailure with some preferences, and ends at one without
+            any. Also without scores, if the function returned no numbers or one outside of [0, 1].
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))

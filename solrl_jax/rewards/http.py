@@ -119,8 +119,9 @@ def session(timeout: float) -> requests.Session:
     """Returns an HTTP session that keeps connections open and repeats failed requests.
 
     It is created once per process and timeout. A request is repeated after 0, 1, 2, 4, ... seconds,
-    or after the time in the Retry-After header, if it gets no answer or one with the status 429,
-    502, 503 or 504 (`RETRIED`). After the last attempt, such an answer is returned.
+    or after the time in the Retry-After header (which `timeout` does not limit), if it gets no
+    answer or one with the status 429, 502, 503 or 504 (`RETRIED`). After the last attempt, such an
+    answer is returned.
 
     Args:
         timeout: Seconds, `reward.timeout`. It decides the number of attempts: the pauses 0, 1, 2,
@@ -147,7 +148,7 @@ def _read_body(answer: requests.Response) -> bytes:
         answer: An answer whose body has not been read (`stream=True`).
 
     Raises:
-        ScoringFailure: If the body is longer than 2**20 bytes (`MAX_ANSWER_BYTES`).
+        ScoringFailure: If the decompressed body is longer than 2**20 bytes (`MAX_ANSWER_BYTES`).
         requests.RequestException: If the connection ends, or the body cannot be decompressed.
     """
     text = b""

@@ -31,18 +31,18 @@ def imagereward(
     tokens to the tokenizer object of this folder, which all rewards of the process share.
 
     Args:
-        paths: The setting `reward.paths`: where the files are, by key. "imagereward": the converted
-            safetensors file or its directory, by default `weights/ImageReward.safetensors` in the
-            working directory. "imagereward/tokenizer": a directory, or the name of a hub
-            repository, with the tokenizer, by default google-bert/bert-base-uncased. `solrl plan`
-            passes the constant `sources.CARRIED` instead, which stands for the files in the
-            package, without weights.
+        paths: The setting `reward.paths`: where the files are, by key. "imagereward": the
+            safetensors file that `solrl convert` made, or its directory, by default
+            `weights/ImageReward.safetensors` in the working directory. "imagereward/tokenizer": a
+            directory, or the name of a hub repository, with the tokenizer, by default
+            google-bert/bert-base-uncased. In place of the mapping, `solrl plan` passes the constant
+            `sources.CARRIED`, which stands for the files in the package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 
     Returns:
-        The reward with the network "blip", whose parameters are not read yet. Its only score is
-        "reward".
+        The reward with the network "blip". Only the header of its file was read, not its
+        parameters. Its only score is "reward".
 
     Raises:
         InputError: If a file is missing and cannot be downloaded, or the tokenizer cannot be

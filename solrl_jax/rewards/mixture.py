@@ -51,10 +51,10 @@ def mixture(
             the score of the clip is the mean over them.
 
     Returns:
-        A reward. Its `params` and what its `prepare` returns are dicts by the name of the part (for
-        `prepare` also of the parts of `group`). Its `inputs` are those of the parts if they agree,
-        "both" if they differ, and "images" without parts. Its `frames` is the argument,
-        `is_sum` is set, and `clips` if any part gets whole clips; `others` is empty, and
+        A reward. Its `params` are a dict by the name of the part. Its `prepare` returns such a dict
+        too, with an entry for each part of `group` beside them. Its `inputs` are those of the parts
+        if they agree, "both" if they differ, and "images" without parts. Its `frames` is the
+        argument, `is_sum` is set, and `clips` if any part gets whole clips; `others` is empty, and
         `differentiable` false. Its `check` also calls the checks of `host` and `group`. Its
         `check`, `prepare` and `score` raise InputError with the name of the part if that of a part
         raises or returns arrays of a wrong form.
@@ -126,7 +126,8 @@ def add_total(
     the scores computed outside JAX.
 
     Args:
-        weights: The weights of scores by name. Empty: the scores are returned unchanged.
+        weights: The weights of scores by name. Empty: nothing is added, and the result is a copy of
+            `scores`.
         scores: Scores by name, JAX or NumPy arrays [n]. If "reward" is among them, it is the total
             so far; otherwise the total starts from 0.
 

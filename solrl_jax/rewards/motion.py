@@ -16,10 +16,12 @@ def motion(paths: Mapping[str, str]) -> Reward:
     Clips may have any size, with values in [0, 1] and at least two frames; scoring shorter ones
     raises ValueError.
 
-    "reward" is partial credit in [0, 1]. "moves" is 1 if the largest object moves as the caption
-    says, whatever it is, and else 0. "strict" is 1 if, besides, every frame shows exactly the
-    object of the caption, and else 0. The check of the reward accepts the captions that
-    `data.motion.scenes.parse` accepts, such as "a red circle moves left to right".
+    "reward" is partial credit in [0, 1], 0.6 for the object in each frame and 0.4 for its motion
+    (`data.motion.verifier.verify`). "moves" is 1 if there is an object in every frame and the
+    largest one moves as the caption says, whatever it is, and else 0. "strict" is 1 if, besides,
+    every frame shows exactly the object of the caption, and else 0. The check of the reward accepts
+    the captions that `data.motion.scenes.parse` accepts, such as "a red circle moves left to
+    right".
 
     Args:
         paths: Not read, because the verifier has no files.
@@ -37,7 +39,7 @@ def prepare(prompts: Sequence[str]) -> verifier.ClipTargets:
         prompts: The captions; there may be none.
 
     Returns:
-        `ClipTargets` with one row per caption.
+        `ClipTargets` with one row per caption: the object and the motion as int32 indices.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world of clips.

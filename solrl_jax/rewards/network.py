@@ -51,8 +51,9 @@ class NetworkReward(Reward):
         each calls it, and reads only what its own devices hold.
 
         Args:
-            mesh: The mesh that the parameters are placed on: large arrays are split over its axes
-                `tensor` and `fsdp`, small ones are on every device. None: JAX's default device.
+            mesh: The mesh that the parameters are placed on: arrays of at least 4096 elements are
+                split over its axes `tensor` and `fsdp` where these divide them; smaller ones are on
+                every device. None: JAX's default device.
             dtype: float32, float16 or bfloat16. A 16-bit dtype is used for the weights (and
                 matmuls) of linear layers inside stacks of transformer layers only; all else stays
                 in float32.
@@ -90,8 +91,8 @@ def open_network(
             path in the package's directory of configurations, which has no weights.
         locate: Finds the tensors of the network in its files. The default suits files whose tensors
             are named after the network's modules, as in transformers and diffusers. It is a
-            function (source, abstract state of the network) -> (table of parameters, position of
-            each tensor by its name).
+            function (source, abstract state of the network) -> (list with a `ParameterEntry` per
+            parameter, dict with the `StoredTensor` of each tensor by its name).
 
     Returns:
         The network as a `Component`: its structure, the path and shape of each parameter, and its
@@ -113,8 +114,9 @@ def score_in_parts(
 ) -> Scores:
     """Scores images in parts of 4 per device (`IMAGES_PER_DEVICE`), to bound memory, under jit.
 
-    All parts have this size (the last one is padded, even if it is the only one), so the score of
-    an image does not depend on the part it is in.
+    All parts have this size, so the score of an image does not depend on the part it is in. The
+    last one, even if it is the only one, is padded by repeating images. A gradient computes the
+    scores of each part once more.
 
     Args:
         score: A function (params, (images, prepared)) -> scores, an array by name with one row per
@@ -144,7 +146,7 @@ def in_half_precision(network: Component, params: Params, dtype: DTypeLike) -> P
         dtype: float16 or bfloat16.
 
     Returns:
-        A new nested dictionary, in which each such weight [layers, in, out] is a
+        A new nested dictionary, in which each cast weight [layers, in, out] is a
         `HalfPrecisionWeight`.
     """
 

@@ -65,7 +65,8 @@ class HostReward:
       - If `groupwise`, it is called in the same way with all images of a group of candidates of one
         prompt, and their scores may depend on each other.
       - If `pairwise`, it is called as f(first, second, prompts, metadata, **options) with n pairs
-        of images of a group, and returns n preferences in [0, 1] for the images in `first`.
+        of images of a group, and returns n preferences in [0, 1] for the images in `first`, or a
+        mapping with these as "reward", of which nothing else is read.
 
     If `clips`, it gets whole clips [n, T, H, W, 3] in place of images, in each of the three kinds.
     Otherwise it gets frames of clips as images.
@@ -77,8 +78,9 @@ class HostReward:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
         target: The function, as "module:function".
         options: The keyword arguments of the function, by name.
-        others: The names of the scores that it must return beside "reward"; a call without one of
-            them fails. It may return more. None: they are not known before the first call.
+        others: The names of the scores that it must return beside "reward", which are recorded as
+            "NAME/OTHER"; a call without one of them fails. It may return more. None: they are not
+            known before the first call.
         batch: The most images (if `pairwise`, pairs) in one call, at least 1. No effect if
             `groupwise`.
         check: Is called with each prompt of a run (`Prompt`), and raises ValueError for one that
@@ -105,9 +107,10 @@ class HostReward:
     def compares(self) -> bool:
         """Whether the reward compares candidates of one prompt: `groupwise` or `pairwise`.
 
-        A worker process then gets a group (the candidates of a prompt, or a part of them if they
-        are more than `HostRewards.group_size`) at once. It calls a groupwise function with the
-        whole group, and a pairwise one with up to `batch` pairs of it.
+        A worker process then gets a group at once: the candidates of a prompt or, if they are more
+        than `HostRewards.group_size`, one of as few nearly equal parts of them as possible. It
+        calls a groupwise function with the whole group, and a pairwise one with up to `batch` pairs
+        of it.
         """
         return self.groupwise or self.pairwise
 
@@ -124,13 +127,15 @@ class HostRewards:
             "ocr" or "geneval/strict". Scores without a weight are only recorded.
         workers: The number of worker processes on each host, at least 1.
         timeout: Seconds that one call may take. A process that takes longer is killed.
-        skip: What a failed call does. True: its images have no score (NaN), and the run stops only
-            if 32 calls of one reward in a row have no score. False: the run stops at once.
+        skip: What a failed call does. True: images that it gives no score have NaN, and the run
+            stops (`RewardError`) only if 32 calls of one reward in a row fail without any score.
+            False: the run stops at once.
         group_size: For rewards that compare images: the most candidates of a prompt in a group, 24
             (`GROUP_SIZE`) by default.
-        failures_in_a_row: By the name of the reward, the number of its latest calls that returned
-            no score at all. Any score resets it to 0. It stays 0 where a failed call ends the run.
-            The sums of rewards of one run share one counter. The default is a new counter.
+        failures_in_a_row: By the name of the reward, the number of its latest calls in a row that
+            failed without any score. Any other call resets it to 0, also one that succeeds with NaN
+            as every score. It stays 0 where a failed call ends the run. The sums of rewards of one
+            run share one counter. The default is a new counter.
     """
 
     rewards: tuple[HostReward, ...]
@@ -155,8 +160,9 @@ class HostRewards:
         return dataclasses.replace(self, rewards=rewards) if rewards else None
 
     def select_marking(self) -> "HostRewards | None":
-        """Returns the rewards that have a score "strict", which marks an image as right or wrong,
-        or None if there are none. They have no weights, because nothing is added up.
+        """Returns the rewards whose `others` name a score "strict", which marks an image as right
+        or wrong, or None if there are none. They have no weights, because nothing is added up; all
+        other fields are kept.
         """
         rewards = tuple(reward for reward in self.rewards if "strict" in (reward.others or ()))
         return dataclasses.replace(self, rewards=rewards, weights={}) if rewards else None
@@ -200,9 +206,9 @@ class Reward:
             on, as the objectives "opsd", "refl" and "draft" do. It is a promise: a score that
             counts or rounds has a gradient of zero. False by default.
         frames: The number of frames that are scored of a clip (`reward.frames` of the
-            configuration), 1 by default. `score`, or each part of a weighted sum that scores
-            images, gets each as an image, and the score of the clip is the mean over them. No
-            effect if `clips`.
+            configuration): 1, the first one, by default; more are equally spaced from the first to
+            the last. `score`, or each part of a weighted sum that scores images, gets each as an
+            image, and the score of the clip is the mean over them. No effect if `clips`.
         is_sum: Whether the reward is a weighted sum (`mixture`), whose `clips` says whether any
             part gets whole clips. Its `score` gets images or clips as they were decoded, and gives
             each part what that part reads. False by default.
@@ -301,9 +307,9 @@ class Reward:
         In a run of several processes, each calls it, with equal parameters.
 
         Args:
-            mesh: The mesh that the parameters are placed on: large arrays are split over its axes
-                `fsdp` and `tensor`, small ones are on every device. None: the parameters stay where
-                they are.
+            mesh: The mesh that the parameters are placed on: arrays of at least 4096 elements are
+                split over its axes `fsdp` and `tensor` where these divide them; smaller ones are on
+                every device. None: the parameters stay where they are.
             dtype: No effect here. In `NetworkReward`, which overrides this method, it is the dtype
                 of the matmuls of its networks.
 
@@ -323,9 +329,10 @@ class Reward:
 def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index: Array) -> Scores:
     """Scores images or clips, each against one prompt. For use under jit.
 
-    The score of a clip is the mean over `reward.frames` of its frames (or all, if there are fewer),
-    each scored as an image. A reward with `clips` set gets whole clips, and one that reads latents
-    alone gets those of the clip once. In a weighted sum, this holds for each part.
+    The score of a clip is the mean over `reward.frames` equally spaced frames (the first one if
+    that is 1, all if there are fewer), each scored as an image. A reward with `clips` set gets
+    whole clips, and one that reads latents alone gets those of the clip once. In a weighted sum,
+    this holds for each part.
 
     Args:
         reward: A reward whose `score` is not None.
@@ -364,8 +371,9 @@ def score_frames(reward: Reward, params: Any, inputs: Any, rows: Any, frames: in
             pair of both, as `reward.select_inputs` returns them.
         rows: What `reward.prepare` returned of the prompts, a tree of arrays with one row per
             sample.
-        frames: The number of frames that are scored of a clip, at least 1. All are, if a clip has
-            fewer. No effect on images, on latents alone, and if `reward.clips` is set.
+        frames: The number of frames that are scored of a clip, at least 1: with 1 the first one,
+            else equally spaced ones from the first to the last. All are, if a clip has fewer. No
+            effect on images, on latents alone, and if `reward.clips` is set.
 
     Returns:
         Arrays [b] by the name of the score, for clips means over the frames. A sample has NaN if a
@@ -396,12 +404,13 @@ def _sample_inputs(reward: Reward, inputs: Any, rows: Any, frames: int) -> tuple
         inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
             pair of both, as `reward.select_inputs` returns them.
         rows: A tree of arrays with one row per sample.
-        frames: The number of frames that are scored of a clip, at least 1. All are, if a clip has
-            fewer.
+        frames: The number of frames that are scored of a clip, at least 1: with 1 the first one,
+            else equally spaced ones from the first to the last. All are, if a clip has fewer.
 
     Returns:
-        A tuple: the inputs of `reward.score`; `rows` with one row for each image, clip or latent of
-        these inputs; and the number of images that a sample became, 1 unless frames were sampled.
+        A tuple: the inputs of `reward.score`, in which the frames of the first clip come first;
+        `rows` with one row for each image, clip or latent of these inputs; and the number of images
+        that a sample became, 1 unless several frames were sampled.
 
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
@@ -432,7 +441,7 @@ def _check_scores(scores: Any, others: Sequence[str], count: int) -> None:
 
     Args:
         scores: The returned value: a mapping of names to arrays [count] of real numbers (integers
-            and Booleans too). Names beyond the required ones pass.
+            and Booleans too). Names beyond the required ones pass; their arrays are checked too.
         others: The names that are required beside "reward".
         count: The number of images.
 
@@ -485,7 +494,8 @@ def reward_code(name: str, template: str = "{}") -> Iterator[None]:
 
     Args:
         name: The name of the reward, for messages.
-        template: The message after the name, with "{}" in place of the error's own message.
+        template: The message after the name, for `str.format`, with "{}" in place of the error's
+            own message.
 
     Yields:
         None.
@@ -493,7 +503,8 @@ def reward_code(name: str, template: str = "{}") -> Iterator[None]:
     Raises:
         InputError: If the body raises anything but KeyboardInterrupt, even SystemExit. The message
             is one line: "reward 'NAME': ", then the filled template. The error's own message is
-            preceded by the name of its type, unless the error is a ValueError with a message.
+            preceded by the name of its type, unless the error is a ValueError with a message; if
+            that begins with "reward 'NAME': " already, this is not repeated.
     """
     with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
         try:

@@ -71,7 +71,7 @@ class JaxEntry:
             (InputError among them) if a file is missing or does not fit its network.
         others: The names of the scores that the reward returns beside "reward".
         differentiable: Whether the gradient of the score with respect to the image may be trained
-            on.
+            on. It is read before the reward is opened, in place of the field of `Reward`.
     """
 
     open: Callable[[Mapping[str, str]], Reward]
@@ -154,8 +154,9 @@ class OpenedRewards:
         of a run must call it.
 
         Args:
-            mesh: The mesh for the parameters. None: networks are loaded on JAX's default device,
-                and the arrays of other rewards stay where they are.
+            mesh: The mesh for the parameters, on which images will be scored: that of the run
+                without sequence and tensor parallelism (`sharding.rows_only`). None: networks are
+                loaded on JAX's default device, and the arrays of other rewards stay where they are.
 
         Returns:
             Three weighted sums: `trained`, which is trained on; `evaluated`, which also records the
@@ -226,8 +227,10 @@ class OpenedRewards:
         Returns:
             The sum (`mixture`). Its own `score` is that of the rewards inside JAX that are not
             groupwise; its field `group` is the sum of the groupwise ones; its field `host` has the
-            rewards outside JAX. Each is None if there are no such rewards. A reward outside JAX
-            must return its own `others` and all of its scores in `weights` and `watched`.
+            rewards outside JAX. Each of these three fields is None if there are no such rewards.
+            Frames, group size, workers, timeout and the treatment of failures are those of
+            `settings`. A reward outside JAX must return its own `others` and all of its scores in
+            `weights` and `watched`.
         """
         scores = (*weights, *watched)
         settings = self.settings
@@ -469,7 +472,8 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
         timeout: Seconds that one call may take (`reward.timeout`), above 0.
 
     Returns:
-        The reward, named by the address. It accepts every prompt and has no scores beside "reward".
+        The reward, named by the address: the function `rewards.http.http` with the options `url`
+        and `timeout`. It accepts every prompt and has no scores beside "reward".
 
     Raises:
         InputError: If the address has no host, has white space or an impossible port, or if there
@@ -498,8 +502,8 @@ def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
         name: "judge" or "judge-NAME".
         options: Values of JSON by the name of a field of `judge.settings.JudgeSettings`; "base_url"
             and "model" are required.
-        workers: The number of worker processes, at least 1. Each gets an equal part of the option
-            `concurrency`, rounded down, but at least 1.
+        workers: The number of worker processes, at least 1. Each may have an equal part of the
+            option `concurrency` (16 by default), rounded down, as requests at once.
 
     Returns:
         A reward whose calls have up to `JUDGE_BATCH` (64) images, or pairs if it compares images
@@ -507,10 +511,10 @@ def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
         several.
 
     Raises:
-        InputError: If an option is missing, unknown or not accepted, if fewer requests at once are
-            allowed than there are workers, if the question cannot be read, if the package openai or
-            httpx2 is not installed, or if the directory of the cache is a file or needs a home
-            directory that the user does not have.
+        InputError: If an option is missing, unknown or not accepted, if `concurrency` is less than
+            `workers`, if the question cannot be read, if the package openai or httpx2 is not
+            installed, or if the directory of the cache is a file or needs a home directory that the
+            user does not have.
         PermissionError: If a parent of that directory may not be searched.
     """
     missing = [package for package in ("openai", "httpx2") if not find_spec(package)]
@@ -632,8 +636,8 @@ def _check_scores(
             every score of this reward passes.
 
     Raises:
-        InputError: If a setting names an unknown score. The message lists the unknown scores and
-            the known ones.
+        InputError: If a setting names an unknown score. The message names the first such setting,
+            and lists the unknown scores of all settings and the known ones.
     """
     known = []
     for name, other_names in others.items():
@@ -664,7 +668,8 @@ def _check_gradients(
 
     Raises:
         InputError: For the first reward that is scored outside JAX, compares candidates, or is not
-            declared to be differentiable.
+            declared to be differentiable, by the field `differentiable` of its entry in `REWARDS`
+            or of an opened `Reward`.
     """
     for name in names:
         entry = REWARDS.get(name)
@@ -719,8 +724,8 @@ def _bind_check(function: Callable[..., Any], options: Options) -> Check:
         options: The options of the reward, which the check gets as keyword arguments.
 
     Returns:
-        A function of a `Prompt` that calls the attribute `check`. Without this attribute, one that
-        accepts every prompt.
+        A function of a `Prompt` that calls the attribute `check`, whose errors of any type pass
+        through. Without this attribute, one that accepts every prompt.
     """
     check_function = getattr(function, "check", None)
     if check_function is None:
@@ -792,7 +797,7 @@ def _check_options(
 
 
 def _quoted(names: Sequence[str]) -> str:
-    """Returns names as Python literals in quotation marks, separated by ", ".
+    """Returns names as Python literals, separated by ", ", such as "'ocr', 'geneval'".
 
     Args:
         names: The names, in the order of the result.

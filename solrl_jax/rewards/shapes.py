@@ -13,9 +13,10 @@ from solrl_jax.rewards.protocol import Reward, Scores
 def shapes(paths: Mapping[str, str]) -> Reward:
     """Opens the verifier of the embedded world of shapes as a reward.
 
-    "reward" is partial credit in [0, 1]. "strict" is 1 if the image shows exactly the objects that
-    its caption asks for, and else 0. The check of the reward accepts the captions that
-    `data.shapes.scenes.parse` accepts, such as "two small red circles".
+    "reward" is partial credit in [0, 1] for the objects, their colors, shapes and relation, and the
+    absence of other objects (`data.shapes.verifier.verify`). "strict" is 1 if the image shows
+    exactly the objects that its caption asks for, and else 0. The check of the reward accepts the
+    captions that `data.shapes.scenes.parse` accepts, such as "two small red circles".
 
     Args:
         paths: Not read, because the verifier has no files.
@@ -33,8 +34,9 @@ def prepare(prompts: Sequence[str]) -> verifier.Targets:
         prompts: The captions; there may be none.
 
     Returns:
-        `Targets` with one row per caption: int32 arrays [n, 2] for the count, color, shape and
-        size of its two groups of objects, and [n] for the relation between them.
+        `Targets` with one row per caption: int32 arrays [n, 2] for the count, color, shape and size
+        of its two groups of objects, and [n] for the relation between them. A missing group has the
+        count 0; the size is -1 if any fits, and the relation -1 if there is none.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world.

@@ -93,7 +93,8 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
 
     Returns:
         The directory of a `Hub` source, which has all its files, or the file of a `Converted`
-        source. With `CARRIED` the path in the package, which is not checked and has no weights.
+        source. With `CARRIED` the path of that name in the package's directory of configurations,
+        which has no weights; that of a `Converted` source does not exist.
 
     Raises:
         KeyError: If `SOURCES` has no such name.

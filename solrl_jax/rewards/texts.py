@@ -25,8 +25,8 @@ def open_tokenizer(folder: Path) -> Any:
         folder: The folder, with `tokenizer_config.json` and the files of a transformers tokenizer.
 
     Returns:
-        A transformers tokenizer, or `NoVocabulary`, a stand-in without a vocabulary, for a folder
-        of the package's configurations, which plans use.
+        A transformers tokenizer, or `NoVocabulary`, a stand-in that turns every text into zeros,
+        for a folder of the package's configurations, which plans use.
 
     Raises:
         InputError: If the folder or its `tokenizer_config.json` is missing, or transformers cannot
@@ -42,7 +42,7 @@ def open_image_reward_tokenizer(folder: Path) -> None:
 
     The tokens [DEC] and [ENC] become special tokens with the next two ids. The tokenizer of this
     folder is shared in the process, so `models.text_encoders.tokenizers.tokenize` knows them
-    afterwards. The first token of a text stays [CLS].
+    afterwards. A text still begins with [CLS], not with [ENC].
 
     Args:
         folder: The folder of the tokenizer.
@@ -60,9 +60,10 @@ def tokenize_as_open_clip(
     """Tokenizes prompts as OpenCLIP does, with CLIP's vocabulary.
 
     A prompt is cleaned (repaired encodings, HTML entities resolved, single spaces, lower case; see
-    `clean`) and put between the begin and the end token. Tokens of the prompt beyond `length` - 2
-    are dropped, so that the end token stays. The rest is padded with zeros. No token is masked,
-    because the text tower is causal and reads the state at the end token.
+    `clean`) and put between the begin and the end token. "<start_of_text>" and "<end_of_text>" in a
+    prompt become these two tokens as well (`split_at_special`). Tokens of the prompt beyond
+    `length` - 2 are dropped, so that the end token stays. The rest is padded with zeros. No token
+    is masked, because the text tower is causal and reads the state at the end token.
 
     Args:
         folder: The folder of a CLIP tokenizer.
@@ -99,7 +100,7 @@ def split_at_special(text: str) -> list[str]:
     """Splits a text at the special tokens of OpenCLIP, <start_of_text> and <end_of_text>.
 
     One that directly follows a punctuation mark or symbol stays ordinary text, because OpenCLIP
-    reads its "<" as a part of the punctuation.
+    reads its "<" as a part of the punctuation. The ">" of a special token before it does not count.
 
     Args:
         text: A cleaned text, in lower case.

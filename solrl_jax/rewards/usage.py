@@ -11,10 +11,10 @@ _counts: collections.Counter[str] = collections.Counter()
 def add_count(name: str, amount: float = 1) -> None:
     """Adds to a counter of what the running call of a reward's function costs.
 
-    For functions that worker processes call. The counts of a call are returned with its scores
-    (those of a call whose process is ended are lost), and summed per iteration as the metric
-    "reward_cost/REWARD/NAME", or per evaluation as "eval/reward_cost/REWARD/NAME". Outside of
-    worker processes nothing reads or resets them.
+    For functions that worker processes call; counting takes no lock, so only one thread may count.
+    The counts of a call are returned with its scores (those of a call whose process is ended are
+    lost), and summed per iteration as the metric "reward_cost/REWARD/NAME", or per evaluation as
+    "eval/reward_cost/REWARD/NAME". Outside of worker processes nothing reads or resets them.
 
     Args:
         name: The name of the counter, e.g. "requests".
@@ -24,9 +24,8 @@ def add_count(name: str, amount: float = 1) -> None:
 
 
 def pop_counts() -> dict[str, float]:
-    """Returns the sums of the counters of this process since the last call of `take`.
-
-    Also resets the counters.
+    """Returns the sums of the counters of this process since the last call of this function, and
+    resets them.
 
     Returns:
         The sum of each counter by its name; {} if nothing was counted.

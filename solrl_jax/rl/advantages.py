@@ -35,7 +35,7 @@ def advantages(
 
     A reward that is NaN, infinite or above 1e18 in magnitude is left out of mean and standard
     deviation and gets advantage 0. A reward that equals the mean of its prompt up to rounding (4e-6
-    times the largest magnitude among the prompt's rewards) also gets advantage exactly 0.
+    times the largest magnitude among the prompt's finite rewards) also gets advantage exactly 0.
 
     Args:
         rewards: The rewards of the K kept samples of each prompt, one row per prompt, K at least 1.

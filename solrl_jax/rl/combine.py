@@ -40,8 +40,9 @@ def ranking_values(
         prompts: p, the number of prompts.
 
     Returns:
-        The values [prompts, candidates]. That of a candidate without a finite reward (with
-        "advantages": with a score that is not finite) is not finite.
+        The values [prompts, candidates], in the dtype of the scores ("sum") or float64. That of a
+        candidate without a finite reward (with "advantages": with a score that is not finite) is
+        not finite.
 
     Raises:
         KeyError: If `scores` lacks "reward" (with "sum") or a name in `weights` (with
@@ -125,17 +126,17 @@ def combined_advantages(
 
     With "sum" the values are rewards, and the result is that of `advantages`: reward minus mean of
     the prompt, divided by a standard deviation and clipped. With "advantages" the values A are
-    standardized already, and the result is
+    standardized already, over the kept samples of each prompt, and the result is
 
         clip(A, -clip, clip)              without `global_std` (MixGRPO)
         clip(A / std, -clip, clip)        with it (GDPO)
 
-    where std is the root mean square of all finite A of the iteration; if it is 0, so is the
-    result.
+    where std is the root mean square of all finite values; if it is 0, so is the result.
 
     Args:
         combine: `reward.combine`, "sum" or "advantages": what the values are.
-        values: The values of the kept samples, [prompts, kept] (`ranking_values`).
+        values: The values of the kept samples, [prompts, kept]: `ranking_values` of their scores
+            alone.
         clip: The largest absolute advantage, above 0.
         global_std: `algorithm.global_std`. With "sum": True divides by the standard deviation over
             all prompts, False by that of the prompt. With "advantages": whether A is divided by

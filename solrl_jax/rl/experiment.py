@@ -49,7 +49,8 @@ class Experiment:
 
     Attributes:
         config: The configuration of the run, with `train.num_prompts` and `eval.num_prompts`
-            reduced to the prompts that there are. A value "auto" stays in it.
+            reduced to the prompts that there are. A field that is "auto", such as
+            `rollout.explore.precision`, is not resolved in it.
         backbone: The pipeline with the base parameters and the decoder on the mesh. Text encoders
             are loaded when prompts are first encoded.
         reward: The weighted sum of the scores in `reward.weights`, which is trained on.
@@ -176,7 +177,8 @@ class Experiment:
                 `rollout.num_steps`.
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
                 `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all from there on. None: no noise.
+                (counted from 0) on; without a window size, at all from there on. With fewer
+                `steps`, a step adds the noise of those that it covers. None: no noise.
 
         Returns:
             The schedule, as arrays on the host.
@@ -186,8 +188,9 @@ class Experiment:
 
     @property
     def query_steps(self) -> range | None:
-        """The steps at whose beginning samples are trained, if the objective trains on reward
-        gradients; else None. One of them is drawn for each sample, from its seed.
+        """The steps at which samples are trained, on the latents that the step starts from, if the
+        objective trains on reward gradients; else None. One of them is drawn for each sample, from
+        its seed.
 
         They are indices, from 0, of the `algorithm.last_steps` last steps of the full schedule, or
         if that is None of the one that starts nearest to `algorithm.query_sigma`.
@@ -207,10 +210,11 @@ class Experiment:
             noise_start: The first step that adds noise, or None for no noise, as for `schedule`.
 
         Returns:
-            A sampler that uses the policy for all steps and does not keep intermediate latents
-            (`recorded` is 0). Each device generates `rollout.per_device_batch_size` samples at
-            once, or if that is smaller, the candidates of an iteration divided by the size of the
-            mesh axes `data` and `fsdp` together, rounded up.
+            A sampler that uses the policy for all steps and keeps no intermediate latents
+            (`recorded` is 0 and `query_steps` None). Each device generates
+            `rollout.per_device_batch_size` samples at once, or if that is smaller, the candidates
+            of an iteration (of all its prompts) divided by the size of the mesh axes `data` and
+            `fsdp` together, rounded up.
 
         Raises:
             ValueError: If the model does not support the size of the images.
@@ -233,8 +237,9 @@ class Experiment:
 
         The explorer measures what its options need on the base, with one sample of each of the
         first 16 training prompts. It does so when a method first needs a measurement, not at the
-        access, and once. The experiments of other image sizes (`with_size`) have explorers of their
-        own, which measure for themselves.
+        access, and once; it then also encodes these prompts (`encode_prompts`), so every process of
+        a run must call the method. The experiments of other image sizes (`with_size`) have
+        explorers of their own, which measure for themselves.
 
         Raises:
             ValueError: If the model does not support the size of the images.
@@ -290,9 +295,9 @@ class Experiment:
         arguments.
 
         Args:
-            prompts: The prompts, at least one, each a text with metadata for the reward. They get
-                the instruction of `model.instruction`, if it is set, before them, and are padded or
-                cut to `model.max_sequence_length` tokens.
+            prompts: The prompts, at least one, each a text with metadata for the reward. For the
+                text encoders alone, the instruction of `model.instruction`, if it is set, is put
+                before them, and they are padded or cut to `model.max_sequence_length` tokens.
             reward: The reward that will score images of these prompts. None: they will not be
                 scored.
 
@@ -355,10 +360,11 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     functions that the configuration names outside the package (and appends the working directory to
     `sys.path` for them), may download models, files of rewards and prompts from the hub, and with
     several hosts, whose processes must have called `hosts.initialize` before, runs the first
-    collectives over their devices. All rewards are tried with one prompt of their set at each image
-    size: those inside JAX are traced; those outside it start their workers and score a gray image,
-    for which judges and services get requests. Every process of a run must call it with the same
-    arguments.
+    collectives over their devices. Each reward checks all prompts of its set (the test set for
+    `evaluation_reward`, else the training set) and is tried with the first one at each image size
+    of the set: rewards inside JAX are traced; those outside it start their workers, which stay, and
+    score a gray image, for which judges and services get requests. Every process of a run must call
+    it with the same arguments.
 
     Args:
         config: The configuration, in which "auto" need not be resolved. Where `train.num_prompts`
@@ -375,8 +381,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     Raises:
         InputError: If the configuration cannot be run here: a file, model, reward or function is
             missing, unusable or cannot be downloaded (without a network, the hub's cache must have
-            it), there are too few devices, the model does not support the image
-            sizes, a pattern matches no parameter, or arrays cannot fit into memory.
+            it), there are too few devices, the model does not support the image sizes, a reward
+            cannot score a prompt, a pattern matches no parameter, or arrays cannot fit into memory.
         ConfigError: If the settings do not allow what an objective `module:function` trains on, or
             if no number of prompts up to the distinct training prompts agrees with the other
             settings.
@@ -456,8 +462,8 @@ def check_loaded_objective(config: Config) -> None:
     Raises:
         InputError: If the objective cannot be imported, or trains on reward gradients and has no
             function that makes targets of them.
-        ConfigError: If its attribute `trains_on` has an unknown value, or other settings do not
-            allow what it trains on.
+        ConfigError: If its attribute `trains_on` is none of "samples", "pairs", "transitions" and
+            "reward_gradients", or other settings do not allow what it trains on.
     """
     objective = load_objective(config.algorithm.objective)
     config.check_objective()
@@ -541,9 +547,10 @@ def _check_scoring(
 ) -> None:
     """Checks that a reward can score images of a size, by trying it.
 
-    The parts of the reward inside JAX are only traced, for a batch of two images or clips. The part
-    outside JAX scores one gray image or clip per prompt (two if a reward compares images), for
-    which its worker processes are started and judges and services get requests.
+    The prompt is prepared (`Reward.prepare`). The parts of the reward inside JAX are then only
+    traced, for a batch of two images or clips. The part outside JAX scores one gray image or clip
+    (two if a reward compares images), for which its worker processes are started and judges and
+    services get requests.
 
     Args:
         reward: The reward, with its parameters loaded.
@@ -554,7 +561,8 @@ def _check_scoring(
     Raises:
         InputError: If the tracing fails; the message names the size.
         RewardError: If a call outside JAX fails and `reward.on_failure` is "stop"; with "skip", a
-            line goes to standard error instead.
+            line goes to standard error instead, and the call counts in
+            `HostRewards.failures_in_a_row`.
     """
     for part in filter(None, (reward, reward.group)):
         if part.score is None:
@@ -621,8 +629,9 @@ def select_parameters(
 
     Raises:
         InputError: If `rollout.true_cfg_scale` is not 1 for a pipeline without embedded guidance;
-            if a pattern or rule matches no parameter, or one that it must not match; or if a format
-            that quantizes is left without any linear layer.
+            if a pattern or rule matches no parameter, or one of `lora.target_modules` a parameter
+            that is no kernel of a linear layer; or if a format that quantizes is left without any
+            linear layer.
     """
     model = config.model
     rollout = config.rollout
@@ -655,8 +664,9 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     hub's cache; without a network, the newest one in the cache is read.
 
     Args:
-        config: `prompts.train` and `prompts.test` name the sets: files, "embedded:NAME" for a set
-            that is shipped with the package, or "hub:OWNER/DATASET".
+        config: `prompts.train` and `prompts.test` name the sets, as for
+            `data.prompts.load_prompts`: FILE[:COLUMN], "embedded:NAME" for a set that is shipped
+            with the package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]".
 
     Returns:
         The distinct prompts of both sets (train, test), with their metadata, each in the order of
@@ -665,8 +675,8 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
     Raises:
         InputError: If a file is missing, cannot be read or downloaded, holds no prompt or more than
             2**20, has a prompt that is blank, over 20,000 characters or with control characters, or
-            repeats a prompt with other metadata (in tables and data sets of the hub, the first row
-            counts instead).
+            repeats a prompt with other metadata (in .csv, .tsv and .parquet files and data sets of
+            the hub, the first row counts instead).
     """
     return load_prompts(config.prompts.train, "prompts.train"), load_prompts(
         config.prompts.test, "prompts.test"
@@ -685,8 +695,8 @@ def read_instruction(config: Config) -> str | None:
         The text without the line feed at its end; None if the configuration names no file.
 
     Raises:
-        InputError: If the file is missing, blank or not text, or has control characters or more
-            than 20,000 characters.
+        InputError: If the file is missing, blank or not text, or has more than 20,000 characters or
+            control characters other than white space.
     """
     path = config.model.instruction
     return None if path is None else load_instruction(path, "model.instruction")
@@ -742,9 +752,9 @@ def fresh_state(experiment: Experiment) -> TrainState:
         experiment: The run. The initial adapters are drawn from its seed.
 
     Returns:
-        The state on the devices, with step 0. Adapters that are not read from `lora.path` have a
-        random factor A and a factor B of zero, so they change nothing, and parameters that are
-        trained in full equal those of the base.
+        The state on the devices, with step 0. Adapters that are not read from `lora.path`, and
+        ranks of read ones that are zero in both factors, have a random factor A and a factor B of
+        zero, so they change nothing. Parameters that are trained in full equal those of the base.
 
     Raises:
         InputError: If the file of `lora.path` cannot be read, has adapters on parameters that the

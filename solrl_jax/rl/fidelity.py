@@ -90,7 +90,7 @@ def overlap(
         the fraction of these f; NaN if there is none.
 
     Raises:
-        ValueError: If `proxy` and `true` differ in their numbers of prompts.
+        ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
     """
     return _mean(_extremes(proxy, within, best), _extremes(true, top, best))
 
@@ -116,7 +116,7 @@ def mean_true_rank(
         One mean rank per prompt, float64; NaN where no candidate is left.
 
     Raises:
-        ValueError: If `proxy` and `true` differ in their numbers of prompts.
+        ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
     """
     return _mean(
         np.where(np.isfinite(true), rank(true) + 1, np.nan), _extremes(proxy, within, best)
@@ -137,7 +137,8 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
         true: The true rewards, in the shape of `proxy`. Non-finite ones are left out. If fewer than
             `top` of the proxy's candidates have a finite one, the smallest true reward of the
             prompt counts for each that is missing.
-        top: How many candidates are chosen, at least 1; all if fewer have a finite true reward.
+        top: How many candidates are chosen, at least 1, or as many as the prompt has finite true
+            rewards if these are fewer.
         within: How many of the best candidates by proxy the `top` are chosen from.
 
     Returns:
@@ -145,7 +146,7 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
         without a finite true reward.
 
     Raises:
-        ValueError: If `proxy` and `true` differ in their numbers of prompts.
+        ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
     """
 
     def of_prompt(chosen: Bool[np.ndarray, " n"], rewards: Float[np.ndarray, " n"]) -> float:
@@ -187,7 +188,8 @@ def _mean(
     """Computes the mean of selected values for each prompt.
 
     Args:
-        values: One number or bool per candidate, one row per prompt. NaN values are left out.
+        values: One number or bool per candidate, one row per prompt. NaN values are left out,
+            infinite ones are not.
         where: True for each value that is selected, in the shape of `values`.
 
     Returns:

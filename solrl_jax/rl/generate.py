@@ -128,7 +128,8 @@ class Samples:
         intermediate: The latents after the first segment of the sampler, float32. None unless the
             sampler keeps them (`Sampler.keep_intermediate`).
         targets: The latents that the objective has made from the gradient of the reward, by name,
-            float32. None unless it trains on reward gradients.
+            float32. None from `generate`; `add_targets` adds them if the objective trains on reward
+            gradients.
         failed: For each reward outside JAX by its name, the number of images that it could not
             score, also 0; of clips, each scored frame counts. Empty without such rewards.
         usage: What rewards outside JAX cost, by "REWARD/COUNTER": the sum of each counter that a
@@ -185,7 +186,8 @@ class _Chunk:
         latents: The clean latents, float32. The last rows may be padding, also in other arrays.
         states: The recorded states, as `Samples.states`. None if no step is recorded.
         intermediate: The latents after the first segment. None if they are not kept.
-        images: The images or clips. None if they were not decoded, or are not read any more.
+        images: The images or clips. None if they were not decoded, or are neither kept nor read any
+            more.
         host_inputs: The inputs of the rewards outside JAX (`SampleScoring.select`). None if there
             are no such rewards, or once they have the inputs.
         scores: The scores that are computed one chunk at a time inside JAX, by name.
@@ -223,8 +225,9 @@ def prepare(
             default is the empty prompt.
 
     Returns:
-        The prompts, their embeddings and that of the negative prompt on every device, and the
-        arrays that the reward made of the prompts (`Reward.prepare`; None without a reward).
+        The prompts; their embeddings and that of the negative prompt, on every device; and the
+        arrays that the reward made of the prompts, as `Reward.prepare` returned them (None without
+        a reward).
 
     Raises:
         InputError: If the tokenizer fails or cannot make `max_tokens` tokens, if a file of a text
@@ -270,9 +273,10 @@ def generate(
         reward: Scores the images or the latents, inside JAX, in worker processes or both. None:
             nothing is scored, and images are decoded only with `keep_images`.
         keep_images: Whether the result has the images too; otherwise its `images` are None.
-        marks_only: Whether the images are only shown. Then rewards outside JAX are asked only for
-            marks (`HostRewards.select_marking`), rewards that compare candidates not at all, and
-            "reward" has only what is computed inside JAX.
+        marks_only: Whether the images are only shown. Then, of the rewards outside JAX, only those
+            are asked that mark an image as right or wrong (`HostRewards.select_marking`), rewards
+            inside JAX that compare candidates are not, and "reward" has only what is computed
+            inside JAX.
         progress: Called for each chunk, when it has been queued on the devices, with its number of
             samples, without padding. What it raises passes through. The default does nothing.
 
@@ -283,8 +287,9 @@ def generate(
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
-            the scores of these samples are NaN, a line per reward goes to standard error, and the
-            error comes once 32 calls of a reward in a row fail. It is a RunError.
+            the scores of these samples are NaN, one line for each such reward goes to standard
+            error at the end, and the error comes once 32 calls of a reward in a row fail. It is a
+            RunError.
         RunError: If there are rewards outside JAX and another process gives no answer.
         InputError: If the code of a reward inside JAX raises or returns no scores.
         ValueError: While tracing, if the network does not support the size of the latents, or has
@@ -500,6 +505,9 @@ def _score_chunk(
     Returns:
         The arrays of the chunk on the devices. It has its images only if they are kept, or may be
         needed by rewards that compare candidates, so that others do not take memory.
+
+    Raises:
+        InputError: If the code of a reward inside JAX raises or returns no scores.
     """
     latents, states, intermediate = sampled
     images = None

@@ -102,9 +102,9 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     """Estimates the bytes on one device for the base and for the values that the forward pass keeps
     for the gradient (residuals).
 
-    For parameters that are trained in full, four float32 copies and a gradient are added. The
-    copies of adapters are not counted. The forward pass is traced, which takes seconds; nothing is
-    computed or allocated.
+    For parameters that are trained in full, four float32 copies and a float32 gradient are added.
+    The copies of adapters are not counted. The forward pass is traced, which takes seconds; nothing
+    is computed or allocated.
 
     Args:
         config: The configuration of the run. The forward pass has images of its largest training

@@ -132,9 +132,10 @@ def iterate(
         exploration_level: The index in `experiment.explorer.settings` of how candidates are
             explored. 0 is as configured; larger ones are more faithful.
         progress: Called with a phase ("explore", "regenerate", "targets" for objectives that train
-            on reward gradients, or "update"), its number of samples and the number of further
-            samples that are done; with 0 when the phase starts (in the last two, only then). What
-            it raises ends the iteration. The default reports nothing.
+            on reward gradients, or "update"), its number of samples (all candidates, then the kept
+            ones) and the number of further samples that are done; with 0 when the phase starts (in
+            the last two, only then). What it raises ends the iteration. The default reports
+            nothing.
 
     Returns:
         The new state, on the devices, and the metrics and the ledger of the iteration.
@@ -282,8 +283,9 @@ def make_samplers(
         The sampler of exploration and that of regeneration, also if nothing is regenerated. The one
         whose samples are trained on (that of exploration if nothing is regenerated) records the
         states that the objective trains at. Where both phases have the same first steps
-        (`continued_steps`), exploration keeps the latents after them, and the regeneration has only
-        the steps that follow. The caller must give it these latents as the noise.
+        (`continued_steps`, only with `explore.exact_steps` above 0), exploration keeps the latents
+        after them, and the regeneration has only the steps that follow. The caller must give it
+        these latents as the noise.
 
     Raises:
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
@@ -325,15 +327,15 @@ def policy_batch(
     second best by the second worst, and so on; both get the seed of the better one, so that they
     are noised in the same way.
 
-    Without pairs, samples whose value or target is not finite have weight 0. With pairs they are
-    left out, and the others are paired; in their place come pairs that name one sample twice, of
-    weight 0. Pairs whose two values are equal up to rounding (4e-6 of the larger magnitude) have
-    weight 0, too. All others have weight 1.
+    Without pairs, samples whose value or target is not finite have weight 0. With pairs, samples
+    without a finite value are left out, and so is the middle one of an odd number of others; in
+    their place come pairs that name one sample twice, of weight 0. Pairs whose two values are equal
+    up to rounding (4e-6 of the larger magnitude) have weight 0, too. All others have weight 1.
 
     Args:
         experiment: `algorithm.trains_on` decides whether samples are paired,
-            `algorithm.adv_clip_max` is the advantage that becomes the optimality 1, and the batch
-            is placed on its mesh.
+            `algorithm.adv_clip_max` is the scale that turns advantages into probabilities
+            (`advantages.optimality`), and the batch is placed on its mesh.
         prompt_batch: The encoded prompts, whose embeddings are part of the batch.
         selection: The candidates and which of them are kept, which gives the seeds.
         samples: The kept samples, prompt by prompt, each prompt in the order of `selection.chosen`.
@@ -406,7 +408,8 @@ def reward_metrics(
 
         * "pool/SCORE", "kept/SCORE": The mean of each score ("reward" is the weighted sum) over all
           candidates, and over the samples in `kept` of usable prompts.
-        * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over prompts.
+        * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over usable
+          prompts.
         * "size/height", "size/width": The size of the images in pixels; "size/frames": the number
           of frames, for clips.
         * "unusable_prompts": The number of prompts that are not usable. Their samples in `kept` are
@@ -421,9 +424,10 @@ def reward_metrics(
           each scored frame counts.
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
           requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
-        * "fidelity/spearman", "fidelity/kendall": The rank correlations between what ordered the
-          kept samples in exploration and `values`, mean over prompts. Without regeneration both are
-          the same, and the correlations are 1 where they are defined.
+        * "fidelity/spearman", "fidelity/kendall": The rank correlations, over the kept samples of a
+          prompt, between the values that their explored scores give them and `values`, mean over
+          usable prompts. Without regeneration both are the same, and the correlations are 1 where
+          they are defined.
 
         Means leave out values that are not finite, and are NaN without any.
     """
@@ -503,11 +507,12 @@ def ledger_columns(
         text), "prompt_uid" (uint32, a hash of the text), "candidate" (the index within the prompt),
         "seed" (uint64, both words of the seed, the first in the high bits), "proxy_reward"
         (`selection.proxy_rewards`, float32), "rank" (within the prompt, by
-        `selection.ranking_values`; 0 is the best), "kept" (bool, False for all candidates of a
-        prompt that is not usable), and "regenerated_reward" and "advantage", masked float32 arrays
-        whose entries of candidates that were not kept are masked. Single values that hold for all:
-        "precision" and "steps" of the exploration, "policy_revision" (the iteration, whose sync
-        made the policy that explored), and None for "regenerated_reward" if nothing is regenerated.
+        `selection.ranking_values`; 0 is the best, and values that are not finite come last), "kept"
+        (bool, False for all candidates of a prompt that is not usable), and "regenerated_reward"
+        and "advantage", masked float32 arrays whose entries are masked where "kept" is False.
+        Single values that hold for all: "precision" and "steps" of the exploration,
+        "policy_revision" (the iteration, whose sync made the policy that explored), and None for
+        "regenerated_reward" if nothing is regenerated.
     """
     proxy = selection.proxy_rewards
     chosen = selection.chosen

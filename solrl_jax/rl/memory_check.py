@@ -42,8 +42,8 @@ class _Request:
         field: The dotted name of the field, e.g. "lora.rank".
         value: The configured value of the field, a count.
         unit: The bytes per unit of the value.
-        size: Height and width in pixels of the images whose pixels or latents take the memory, for
-            the message. None: it is not for images.
+        size: Height and width in pixels, and of clips the number of frames, of the images whose
+            pixels or latents take the memory, for the message. None: it is not for images.
         memory: The bytes of memory that there are, which must not be exceeded.
         owner: Whose memory it is, for the message: "this host" or "a device".
         saturates_at: The value from which on the memory does not grow. None: it grows with every
@@ -68,7 +68,7 @@ class _Request:
 def check_memory(
     config: Config, pipeline: Pipeline, trained_paths: TrainedPaths, groups: int
 ) -> None:
-    """Checks that no single array of a run is larger than the memory for it.
+    """Checks that none of the largest allocations of a run exceeds the memory for it.
 
     All processes of a run must call it. What must fit, in float32:
 
@@ -90,7 +90,7 @@ def check_memory(
             (`parallel.sharding.row_groups`).
 
     Raises:
-        InputError: For the first array that is too large. The message names the field, the bytes
+        InputError: For the first of these that is too large. The message names the field, the bytes
             and the memory, and the largest value that fits if the field is a count.
         RunError: If another process gives no answer.
     """
@@ -130,7 +130,7 @@ def _requests(
 
     Args:
         config: The configuration of the run, which has the values of the fields and the image
-            sizes.
+            sizes: the largest one for training, and that of evaluations.
         pipeline: Gives the shape of the latents of an image.
         trained_paths: The paths of the trained parameters, of which the adapted ones decide the
             bytes of `lora.rank`.

@@ -57,8 +57,9 @@ class Velocities(NamedTuple):
         reference: The prediction of the base model, without adapters or trained arrays. With
             `algorithm.kl_fraction` below 1 it is evaluated for some samples only; the others have a
             copy of `trained` without gradient.
-        reference_weight: The weight of each sample in the KL term: 1 / (evaluated fraction) where
-            the reference was evaluated, else 0, so that the mean is unbiased. None means 1 for all.
+        reference_weight: The weight of each sample in the KL term, which keeps its mean unbiased:
+            where the reference was evaluated, the number of rows of this micro-batch divided by
+            that of its evaluated rows, else 0. None means 1 for all.
     """
 
     trained: Latents
@@ -92,13 +93,14 @@ class TrainingTarget(NamedTuple):
     """The samples that one micro-batch is trained on.
 
     For an objective that trains on pairs, row 2 i is the better sample of a pair and row 2 i + 1
-    the worse one, at the same noise and sigma. Samples that do not count (weight 0) have zeros in
-    place of their latents.
+    the worse one, at the same noise and sigma. Samples of weight 0 do not count: padding, ties of a
+    pair, and samples without a finite reward or target. Their clean and recorded latents and their
+    targets are replaced by zeros, of which `x` may still be a noised version.
 
     Attributes:
         x: The latents at which the velocities are predicted: the noised sample `(1 - sigma) x0 +
             sigma noise`, or a recorded state of the trajectory.
-        x0: The clean latents of the samples, at sigma 0.
+        x0: The clean latents of the samples, at the end of their trajectories (sigma 0).
         sigma: The noise level of `x`, in (0, 1].
         optimality: The probability q in [0, 1] that the sample is one to imitate. `2 q - 1` is the
             advantage divided by its clip.
@@ -119,9 +121,10 @@ class TrainingTarget(NamedTuple):
 class Objective(Protocol):
     """A loss: a pure function of velocities and samples, which is traced under jit.
 
-    Its attribute `trains_on`, if it has one, says what its samples are: "samples" (the default:
-    noised samples), "pairs" (of a better and a worse sample at the same noise), "transitions"
-    (recorded solver steps), or "reward_gradients" (set by the decorator `reward_gradients`).
+    The attribute `trains_on` of a user's function says what its samples are: "samples" (noised
+    samples, also without the attribute), "pairs" (of a better and a worse sample at the same
+    noise), "transitions" (recorded solver steps), or "reward_gradients" (set by the decorator
+    `reward_gradients`). For objectives of the package, `config.schema.OBJECTIVES` says it.
     `isinstance` accepts any callable: it does not check the arguments.
     """
 
@@ -140,8 +143,8 @@ class Objective(Protocol):
 
         Returns:
             One loss per sample, whose mean is minimized, and metrics by name with one value per
-            sample, whose means are written to the run's metrics. Samples of weight 0 are left out
-            of the means.
+            sample, whose means are written to the run's metrics. Samples of weight 0
+            (`TrainingTarget`) are left out of the means.
         """
         ...
 
@@ -163,8 +166,8 @@ def load_objective(name: str) -> Objective:
         same function.
 
     Raises:
-        InputError: If the module of `module:function` cannot be imported, has no such attribute, or
-            the attribute is not callable.
+        InputError: If importing the module of `module:function` raises any exception, the module
+            has no such attribute, or the attribute is not callable.
         ImportError: If the name has not the form `module:function` and is not that of a file in
             `rl/objectives/`.
     """
@@ -188,10 +191,10 @@ def reward_gradients(targets: MakeTargets) -> Callable[[F], F]:
     """Decorates an objective that trains on the gradient of the reward.
 
     Each kept sample is trained at one state of its trajectory: the one whose noise level is nearest
-    to `algorithm.query_sigma`, or with `algorithm.last_steps` the beginning of one of the last
-    steps, drawn from its seed. Before the update, `targets` makes latents from the clean latents
-    that the old policy predicts there. The update passes them to the objective, without a gradient,
-    as `target.targets`.
+    to `algorithm.query_sigma`, or, unless `algorithm.last_steps` is None, the beginning of one of
+    that many last steps, drawn from the sample's seed. Before the update, `targets` makes latents
+    from the clean latents that the old policy predicts there. The update passes them to the
+    objective, without a gradient, as `target.targets`.
 
     Args:
         targets: A function (gradient, anchor, algorithm) -> latents by name. `anchor` are the
@@ -225,7 +228,7 @@ def make_targets_of(objective: Objective) -> MakeTargets:
         The function (gradient, anchor, algorithm) -> latents by name.
 
     Raises:
-        InputError: If the objective has no such function.
+        InputError: If the objective has no attribute `targets` that is callable.
     """
     targets = getattr(objective, "targets", None)
     if not callable(targets):
@@ -381,7 +384,8 @@ def matching_gap(velocity: Latents, other: Latents, target: TrainingTarget) -> P
 
     Args:
         velocity: The predicted velocity at `target.x` whose loss counts positively.
-        other: The predicted velocity at `target.x` whose loss is subtracted.
+        other: The predicted velocity at `target.x` whose loss is subtracted. The result has a
+            gradient with respect to it, too.
         target: The samples, whose true velocity is `(x - x0) / sigma`.
 
     Returns:
@@ -413,7 +417,7 @@ def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSam
 
     Args:
         velocity: The velocity that the policy of p predicts at `target.x`.
-        old: The velocity that the policy of p_old predicts there.
+        old: The velocity that the policy of p_old predicts there. Its gradient is not stopped here.
         target: The recorded steps: the latents x and `after`, the coefficients a and b, `std` and
             sigma.
 
@@ -446,9 +450,9 @@ def clipped_policy(
     Returns:
         One loss per sample, and as metrics per sample the loss ("loss/policy"), the ratio R
         ("ratio", without gradient and at most `MAX_RATIO`, 1e6), and 1 or 0 for whether R differs
-        from 1 by more than c ("ratio/clipped"). If R overflows to infinity, loss and gradient
-        stay finite where A is at least 0; where A is below 0, the clip does not bound the loss,
-        which is then infinite.
+        from 1 by more than c ("ratio/clipped"). If R overflows to infinity, the loss is `-A (1 +
+        c)`, without a gradient, where A is at least 0; where A is below 0, the clip does not bound
+        the loss, which is then infinite.
     """
     advantage = scale * (2 * target.optimality - 1)
     ratio = jax.lax.stop_gradient(jnp.exp(log_r))

@@ -17,7 +17,7 @@ class PhaseTimer:
 
     Attributes:
         seconds: The wall time in seconds of each phase that has ended, by name, in the order of
-            their ends. A name that is used twice keeps the later time.
+            their ends. A name that is used again keeps its place and gets the later time.
     """
 
     def __init__(self) -> None:
@@ -65,13 +65,15 @@ class PhaseTimer:
         """Returns the metrics of an iteration that are times or images per second.
 
         Args:
-            num_explored: The number of candidates that were explored.
-            num_regenerated: The number of samples that were regenerated. None if nothing was.
+            num_explored: The number of candidates (images or clips) that were explored.
+            num_regenerated: The number of samples that were regenerated. None if the explored
+                samples are trained on (`rollout.regenerate` is False).
 
         Returns:
             Floats by name:
 
-            * "seconds/PHASE": the wall time of each phase that has ended; "seconds": their sum.
+            * "seconds/PHASE": the wall time of each phase that has ended; "seconds": their sum. A
+              running phase is left out and goes on.
             * "seconds/compile": the time of all compilations in this process since the timer was
               made. It is part of the times of the phases, not beside them.
             * "images_per_second/explore" and, unless `num_regenerated` is None,

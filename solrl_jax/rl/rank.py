@@ -51,8 +51,9 @@ class Pools:
         prompts: The text of each prompt, one for each row of the arrays.
         true: The rewards after regeneration, in the training precision with all steps: one row per
             prompt, one column per candidate. NaN where a candidate has none.
-        proxies: By exploration setting, the rewards of the same candidates after exploration
-            (`rollout.explore.reward`, if the run has it), in the shape of `true`, NaN likewise.
+        proxies: By exploration setting (format, number of steps, set of options), the rewards of
+            the same candidates after exploration (`rollout.explore.reward`, if the run has it), in
+            the shape of `true`, NaN likewise.
     """
 
     prompts: Sequence[str]
@@ -69,8 +70,9 @@ def sweep(
 ) -> list[ExplorationSetting]:
     """Lists every combination of exploration options, formats and numbers of steps.
 
-    An empty list stands for the value of the run or of the options. Repeated entries count once.
-    Nothing is explored, but JAX's backend is started, since the device decides what "auto" means.
+    Settings that are equal, such as those of "auto" and of the format that it stands for, are
+    listed once. Nothing is explored, but JAX's backend is started, since the device decides what
+    "auto" means.
 
     Args:
         config: The configuration of the run, whose `rollout.explore` has the exploration options,
@@ -78,9 +80,10 @@ def sweep(
         explore: Names of sets of exploration options, files in `configs/explore/`, e.g. "paper" and
             "best". Empty: the exploration options of `config` alone.
         formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4".
-            "auto" stands for the best one of this device. Empty: that of each set. Formats that
-            quantize nothing become `rollout.precision`, in which they run.
-        steps: Numbers of exploration steps, from 1 to 1000. Empty: that of each set.
+            "auto" stands for the fastest one of this device. Empty: that of each set, or of
+            `config` without sets. Formats that quantize nothing are replaced by the name in
+            `rollout.precision`, such as "bf16", in which they run.
+        steps: Numbers of exploration steps, from 1 to 1000. Empty: as for `formats`.
 
     Returns:
         The settings: all of the first set of options first, in it all of the first format first,
@@ -134,11 +137,12 @@ def explore_and_regenerate(
     """Computes the rewards of the candidates of some test prompts, regenerated and explored.
 
     All candidates are generated once by regeneration, and once per setting by exploration, each
-    from its same seed, which depends on `eval.seed` and not on the seed of the run. Solver steps
-    add noise as in the first iteration of a run. Regenerated candidates are scored by the run's
-    reward, explored ones by `rollout.explore.reward` if the run has it. Encoding the prompts may
-    load text encoders and write to the cache of prompts. Exploration options that measure do so
-    once per set of options. Every process of a run must call it with the same arguments.
+    from its same seed, which depends on `eval.seed` and not on the seed of the run. A window of
+    solver steps that add noise begins at step 0, as in the first iteration. Regenerated candidates
+    are scored by the run's reward, explored ones by `rollout.explore.reward` if the run has it.
+    Encoding the prompts may load text encoders and write to the cache of prompts. Exploration
+    options that measure on the base do so once per set of options. Every process of a run must call
+    it with the same arguments.
 
     Args:
         experiment: The run, for images of its size. Each prompt has `rollout.candidates`
@@ -148,9 +152,9 @@ def explore_and_regenerate(
         prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
             all.
         settings: How candidates are explored: format, steps and exploration options.
-        progress: Called with the phase ("regenerate" or "explore"), the number of candidates, and
-            the number of further candidates that are done, as they are generated; with 0 when a
-            phase starts, which "explore" does once per setting.
+        progress: Called with the phase ("regenerate" or "explore"), the number of candidates of
+            all prompts, and the number of further candidates that are done, as they are generated;
+            with 0 when a phase starts, which "explore" does once per setting.
 
     Returns:
         The texts of the prompts, the rewards after regeneration, and the rewards after exploration
@@ -206,6 +210,7 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
 
     Returns:
         The encoded prompts, prepared for the run's reward, and the candidates, prompt by prompt.
+        Every process gets all of them.
 
     Raises:
         InputError: If the tokenizer or a text encoder of the model fails on its files, or the cache
@@ -249,7 +254,7 @@ def pool_rewards(
         progress: Called with the name of the sampler, the number of candidates, and the number of
             further candidates that are done: with 0 at the start, then once per chunk.
         explored: Which reward scores the candidates: False (the default), the one that is trained
-            on; True, `rollout.explore.reward`, if the run has it.
+            on; True, `rollout.explore.reward`, or the one that is trained on if that is not set.
 
     Returns:
         One row per prompt, one column per candidate. NaN where a candidate could not be scored.
@@ -321,19 +326,22 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
         prompts, and "per_prompt", a list with the text ("prompt") and the figures of each prompt:
 
         * "spearman", "kendall": The rank correlations of proxy and true rewards.
-        * "top_k_match": The fraction of the truly best 4 candidates that are among the kept / 2
-          best by proxy.
+        * "top_k_match": The fraction of the truly best 4 candidates (all, if fewer have a true
+          reward) that are among the kept / 2 best by proxy.
         * "bottom_k_match": The fraction of the truly worst 4 that are among the kept / 2 worst by
           proxy.
         * "top_k_regret": The mean true reward of the truly best 4 minus that of the truly best 4
-          among the kept / 2 best by proxy, as a fraction of the range of the true rewards.
+          among the kept / 2 best by proxy, as a fraction of the range (largest minus smallest) of
+          the prompt's true rewards. If these kept / 2 are fewer than 4, the smallest true reward of
+          the prompt counts for each that is missing.
         * "true_rank_best", "true_rank_worst": The mean true rank of the kept / 2 best and worst by
           proxy; rank 1 is the best.
         * "perfect_rank_best", "perfect_rank_worst": What a perfect proxy has in place of the two
           before. They are not in "per_prompt".
 
-        A figure that is not defined for a prompt is NaN there and left out of the mean, which is
-        NaN if it is defined for none.
+        A candidate without a finite reward is left out of the order by that reward. A figure that
+        is not defined for a prompt is NaN there and left out of the mean, which is NaN if it is
+        defined for none.
 
     Raises:
         KeyError: If `pools` does not have the setting.
@@ -377,7 +385,8 @@ def format_table(results: Sequence[dict[str, Any]], settings: Sequence[Explorati
 
     The table has a header, one line per setting, and a last line with the numbers of kept and of
     all candidates and the true ranks of a perfect proxy. If there is a single setting, one line per
-    prompt comes before its own. The columns are the figures of `COLUMNS`, such as "spearman".
+    prompt comes before its own. The columns are the figures that `summarize` has for each prompt,
+    from "spearman" to "true_rank_worst".
 
     Args:
         results: The results of `summarize`, at least one.

@@ -51,15 +51,15 @@ def add_targets(
         experiment: Its objective makes the targets from the gradient of its reward. The reward must
             be scored inside JAX and compare no candidates.
         prompt_batch: The prompts that `prompt` points to, prepared for the reward.
-        samples: The samples, at least one. Their `states`, which must not be None, are two latents
-            per sample: the state before the query step and the clean latents that the old policy
-            predicted there. Only the second ones are read.
+        samples: The samples, at least one. Their `states` [b, 2, ...], which must not be None, are
+            two latents per sample: the state before the query step and the clean latents that the
+            old policy predicted there. Only the second ones are read.
         prompt: The index of the prompt of each sample in `prompt_batch`.
 
     Returns:
-        The samples with `targets`: float32 latents by the names that the objective gave them.
-        The objectives of the package make them NaN or infinite for samples whose reward or gradient
-        is not finite.
+        A copy of `samples` with `targets`: float32 latents [b, ...] by the names that the objective
+        gave them. The objectives of the package make them NaN or infinite for samples whose reward
+        or gradient is not finite.
 
     Raises:
         InputError: If the objective cannot be imported or has no function that makes targets, or if
@@ -126,8 +126,9 @@ def reward_gradient(
             static.
         decoder: Decodes the latents. It is not used if the reward reads latents alone.
         params: The parameters of the reward: `reward.params`.
-        latents: The clean latents, float32. The devices of the ambient mesh must divide their
-            number.
+        latents: The clean latents, float32. The ambient mesh must have no sequence or tensor
+            parallelism (`sharding.rows_only`), and its number of devices must divide that of the
+            latents.
         prepared: The pytree that `reward.prepare` returned, one row per prompt.
         index: For each sample, the row of its prompt in `prepared`.
 
@@ -173,8 +174,8 @@ def samples_per_call(config: Config, count: int, devices: int) -> int:
 
 def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
     """Returns the names of an objective's targets and the number of gradients that it takes, by
-    calling its `targets` once with a latent of zeros of shape [1, 1, 1, 1] and a gradient that
-    needs neither decoder nor reward.
+    calling its `targets` once with a latent of zeros of shape [1, 1, 1, 1] and, in place of the
+    gradient of the reward, a function that returns the latents themselves as their gradient.
 
     A user's objective, `module:function`, is imported for this.
 
@@ -183,7 +184,8 @@ def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
             gradients.
 
     Returns:
-        The names of the targets, and how often the gradient is taken for each sample.
+        The names of the targets, in the order of the dict that the function returns, and how often
+        the gradient is taken for each sample.
 
     Raises:
         InputError: If the objective cannot be imported, or has no function that makes targets. What

@@ -29,15 +29,15 @@ def make_schedule(
         steps: The number of solver steps, at least 1. The full schedule has `rollout.num_steps`.
         noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
             `rollout.sde_window_size` steps of the full schedule from step `noise_start` (counted
-            from 0) on; without a window size, at all steps from there on. The last step never adds
-            noise. None: no step does.
+            from 0) on; without a window size (None), at all steps from there on. The last step
+            never adds noise. None: no step does.
 
     Returns:
         The schedule, as arrays on the host. In one with fewer steps than the full schedule, the
         noise of a step is the sum of the noise that the same seed has on the full one between the
-        same sigmas, scaled to the noise level of the step; this is lower where only a part of the
-        step is to add noise. One with more steps draws other noise, and `noise_start` counts its
-        own steps.
+        same sigmas, scaled to the noise level of the step. Where only a part of the step is to add
+        noise, this is `rollout.noise_level` times the square root of that part's share of the step
+        (in sigma). One with more steps draws other noise, and `noise_start` counts its own steps.
     """
     return Schedule.from_config(
         rollout,
@@ -82,8 +82,8 @@ class Sampler:
         segments: The solver steps from noise to clean latents, divided into consecutive segments
             with a policy each. Nearly always there is one.
         decoder: Decodes latents to images or clips, for rewards or to be kept.
-        shape: Height, width and channels of one latent; of clips, the number of latent frames comes
-            before them.
+        shape: Height, width and channels of one latent (`Pipeline.latent_shape`); of clips, the
+            number of latent frames comes before them.
         samples_per_device: The number of samples that one device generates at once, at least 1;
             `generate` pads a batch with fewer. Devices along the mesh axes `sequence` and `tensor`
             work on the same samples and count as one.
@@ -111,11 +111,12 @@ class Sampler:
 
         It starts at the latents after the first steps, which the caller gives as the noise
         (`SeedBatch.noise`). Solvers that use earlier predictions start without any. `query_steps`
-        are counted from the new first step; all other fields are kept.
+        are counted from the new first step; all other fields are kept. `recorded`, too, then counts
+        from the first remaining step that adds noise.
 
         Args:
-            count: The number of steps that are left out, less than those of the first segment, and
-                not more than the first of `query_steps`.
+            count: The number of steps that are left out, at least 0, less than those of the first
+                segment, and not more than the first of `query_steps`. It is not checked.
         """
         first, *others = self.segments
         first = dataclasses.replace(first, schedule=first.schedule.slice_steps(count))

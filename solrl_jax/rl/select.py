@@ -34,7 +34,7 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
 
     Samples without a finite reward are left out, and so is the middle one of an odd number of
     others. So that every prompt has the same number of pairs, n / 2 rounded down, missing ones are
-    filled up with padding: pairs that name some sample of the prompt twice.
+    filled up with padding: pairs whose better and worse sample are one and the same.
 
     Args:
         rewards: One row of n rewards per prompt. If rewards are equal, the lower index counts as
@@ -77,9 +77,9 @@ def select(
             depend on the row of the prompt. The other modes do not read it.
 
     Returns:
-        The indices of the kept candidates of each prompt, ascending, and whether the prompt is
-        usable. A prompt with fewer than `kept` finite rewards is not usable; its indices are the
-        padding 0 to kept - 1.
+        The indices of the kept candidates of each prompt among its own, ascending, and whether the
+        prompt is usable. A prompt with fewer than `kept` finite rewards is not usable; its indices
+        are the padding 0 to kept - 1.
 
     Raises:
         ValueError: If `mode` is another one, `rewards` does not have two axes, or `kept` is out of

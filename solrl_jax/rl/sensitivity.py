@@ -41,8 +41,8 @@ class Sensitivity:
 
 
 def group_of(path: str) -> str:
-    """Returns the group of a linear layer: the part of its path after the blocks (after their
-    number or range, if they have one), or the first part if this does not end in "blocks".
+    """Returns the group of a linear layer: the one part of its path that follows the blocks (or
+    their number or range, if they have one), or the first part if this does not end in "blocks".
 
     The name is a part of all paths of this group, so that it can stand in
     `model.quantization.modules_to_not_convert`. Outside of the blocks it may also be a part of
@@ -188,8 +188,8 @@ def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: floa
 
 
 def format_table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str]) -> str:
-    """Formats the results for a terminal: a line for "nothing" quantized, one line per group, then
-    the proposed settings.
+    """Formats the results for a terminal, without a header: a line for "nothing" quantized, one
+    line per group, then the proposed settings.
 
     Args:
         exact: The Spearman correlation with nothing quantized.

@@ -96,8 +96,8 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
 
     Raises:
         InputError: If the file is missing, unreadable, not plain LoRA or not of this network, if it
-            has adapters on other paths, or if its rank or alpha differs from that of the run. The
-            message names the path of the file.
+            has adapters on other paths, or if its rank or alpha, as `import_lora` returns them for
+            all layers, differs from that of the run. The message names the path of the file.
     """
     if lora.path is None:
         return {}
@@ -147,9 +147,9 @@ def init_state(
         mesh: The mesh that the state is placed on: arrays of fewer than 4096 elements on every
             device, others divided over `fsdp` and, for the outputs of linear layers, `tensor`.
         start: Adapters by path, from `read_start`, for all three policies. Other paths get initial
-            adapters (A random, B zero), and so do unused ranks of these (a column of A and a row of
-            B that are both zero), which could not be trained otherwise. None: all adapters are
-            initial.
+            adapters (A Gaussian with the standard deviation 1 / rank, B zero), and so do unused
+            ranks of these (a column of A and a row of B that are both zero), which could not be
+            trained otherwise. None: all adapters are initial.
 
     Returns:
         The state on the mesh with step 0. The three policies have separate buffers.

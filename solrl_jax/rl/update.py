@@ -56,7 +56,8 @@ Metrics: TypeAlias = dict[str, Float[Array, ""]]
 class PolicyBatch:
     """The b kept samples of an iteration, and the p prompts that they were generated for.
 
-    All arrays are on every device.
+    All arrays are on every device. For an objective that trains on pairs, rows 2 i and 2 i + 1 are
+    the better and the worse sample of pair i, with the same seed.
 
     Attributes:
         latents: The clean latents, float32.
@@ -65,11 +66,12 @@ class PolicyBatch:
         prompt: The row of each sample's prompt in `conditioning`.
         seeds: The seeds that training noise and sigmas are drawn from: the two words of a key each.
         conditioning: The prompt embeddings. Every leaf has a leading axis of p prompts.
-        states: The recorded latents of each sample's trajectory, float32: before the first recorded
-            step and after each of them. None if the objective trains on noised latents.
+        states: The recorded latents of each sample's trajectory, float32: before the first step
+            that adds noise and after each step that does; with `targets` just two, those before the
+            step that is trained at and the clean latents predicted there. None if the objective
+            trains on noised latents.
         targets: The latents that the objective has made from the gradient of the reward, by name,
-            float32; `states` then begins with the state that is trained at. None if the objective
-            does not train on reward gradients.
+            float32. None if the objective does not train on reward gradients.
     """
 
     latents: Float[Array, "b ... c"]
@@ -96,8 +98,8 @@ class _LossInputs:
         batch: The kept samples of the iteration, with their prompts.
         schedule: The schedule that the samples were generated on, whose sigmas and recorded steps
             are trained at.
-        objective: The function (velocities, target, algorithm) -> (losses, metrics), one value per
-            sample of a micro-batch.
+        objective: The function (`Velocities`, `TrainingTarget`, algorithm section) -> (losses,
+            metrics), one value per sample of a micro-batch.
         chosen: Where each of the b samples is trained: the indices of the steps of `schedule`, one
             row per sample and one column ("slot") for each of the `config.num_train_sigmas` times
             that it is trained.
@@ -132,9 +134,10 @@ def update(
     that add noise are drawn, or (for those that train on reward gradients) at the one recorded
     state. Each such pair of a sample and a sigma is a term of the loss. The terms, first those at
     the first drawn sigma of each sample, then those at the second, and so on, are divided in this
-    order among the optimizer steps, each of which minimizes the mean of its own. Terms of samples
-    of weight 0 do not count, and neither do those of a micro-batch whose loss or gradient is not
-    finite: the mean is over the other terms. Every process of a run must call it.
+    order among the optimizer steps, each of which minimizes the mean of its own, in micro-batches
+    of at most `optimizer.per_device_batch_size` terms. Terms of samples of weight 0 do not count,
+    and neither do those of a micro-batch whose loss or gradient is not finite: the mean is over the
+    other terms. Every process of a run must call it.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -155,8 +158,8 @@ def update(
         * "loss" and those of the objective by its names (e.g. "loss/policy"): means over the terms
           of an optimizer step that count (0 if none does), mean over the optimizer steps.
         * "grad_norm": the norm of the gradient before clipping, mean over the optimizer steps.
-        * "skipped_micro_batches": the number of micro-batches whose loss or gradient was not
-          finite.
+        * "skipped_micro_batches": the number of micro-batches, in all optimizer steps, whose loss
+          or gradient was not finite.
         * "old_decay": the weight with which the old policy was kept (`old_decay`).
 
     Raises:
@@ -195,12 +198,13 @@ def _choose_steps(batch: PolicyBatch, schedule: Schedule, config: Config) -> Int
 
     Args:
         batch: The kept samples. With `batch.targets`, each sample is trained at the one step that
-            the gradient of the reward was taken at. Otherwise different steps are drawn: with
-            `batch.states` only steps that add noise, without it any steps.
+            the gradient of the reward was taken at, found again from its seed. Otherwise different
+            steps are drawn: with `batch.states` only steps that add noise, without it any steps.
         schedule: The schedule that the samples were generated on.
         config: `num_train_sigmas` is the number of steps per sample, which is 1 with
-            `batch.targets`; `algorithm.last_steps` and `algorithm.query_sigma` say where gradients
-            of the reward are taken.
+            `batch.targets`; gradients of the reward are taken at one of the `algorithm.last_steps`
+            last steps, or if that is None at the step that starts nearest to
+            `algorithm.query_sigma`.
 
     Returns:
         The indices of the steps of each sample, int32, one column per slot.
@@ -254,9 +258,9 @@ def _optimizer_step(
 ) -> tuple[TrainState, Metrics]:
     """Takes one optimizer step on the mean loss over some terms, and one step of the EMA.
 
-    Parameters that are trained in full are clipped to the bounds of their parameter, if it has any.
-    The decay of the EMA is min((1 + t) / (10 + t), `algorithm.ema_decay`), where t is the number of
-    optimizer steps taken, this one included.
+    The optimizer (`make_optimizer`) clips the gradient. Parameters that are trained in full are
+    clipped to their bounds, if they have any. The decay of the EMA is min((1 + t) / (10 + t),
+    `algorithm.ema_decay`), where t is the number of optimizer steps taken, this one included.
 
     Args:
         problem: The inputs of the loss beside the trained parameters.
@@ -269,7 +273,7 @@ def _optimizer_step(
         scalars: "loss" and those of the objective, as means over the terms of weight 1 that are in
         no skipped micro-batch, "grad_norm" before clipping, and "skipped_micro_batches", the number
         of micro-batches that contributed nothing. If there are no such terms, the gradient is 0,
-        and the step is taken all the same.
+        and the step is taken all the same, with momentum and weight decay.
     """
     config = problem.config
     batch = problem.batch
@@ -310,13 +314,14 @@ def _accumulate(
     devices.
 
     A group is the devices along the mesh axes `sequence` and `tensor`, which share samples;
-    different groups take different micro-batches at the same time. The sums over groups do not
+    different groups take different micro-batches at the same time. The sums of gradients do not
     depend on the order of their terms (`parallel.sums`), so the gradient does not depend on the
-    mesh; but along `sequence`, the gradient of a micro-batch is a plain sum over tokens.
+    mesh; but along `sequence`, the gradient of a micro-batch is a plain sum over tokens. Metrics
+    are plain sums.
 
     The gradients of adapters are summed within each group, and only the sums are communicated. Sums
     of whole arrays would take several times the memory of the network on each device, so they are
-    divided over all devices, each of which receives its part of the gradient of each micro-batch.
+    divided over the groups, each of which receives its part of the gradient of each micro-batch.
 
     Args:
         loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch, as sums over its
@@ -397,8 +402,8 @@ def _join_array_sum(total: Sum, arrays: dict[str, Array], mesh: Mesh) -> dict[st
     """Gathers the sums of the gradients of arrays that are trained in full.
 
     Args:
-        total: The sums by path (compensated, `parallel.sums`), flat arrays that are divided over
-            all devices.
+        total: The sums by path (compensated, `parallel.sums`): flat arrays, padded with zeros, that
+            are divided over the groups of devices (the mesh axes `data` and `fsdp`).
         arrays: The trained arrays by path, which give the shapes of the gradients.
         mesh: The mesh of the run.
 
@@ -453,9 +458,10 @@ def _micro_batch_loss(
 ) -> tuple[Float[Array, ""], Metrics]:
     """Computes what one micro-batch adds to the mean loss over all terms of an optimizer step.
 
-    The three policies are evaluated at the same latents; the reference only at the fraction
-    `algorithm.kl_fraction` of the terms. Terms of samples of weight 0 and padding contribute 0,
-    also to the gradient.
+    The three policies are evaluated at the same latents. If `algorithm.kl_fraction` is below 1, the
+    reference is evaluated only at that fraction of the terms (`reference_terms`), whose KL losses
+    weigh so much more that the mean is unbiased (`Velocities.reference_weight`). Terms of samples
+    of weight 0 and padding contribute 0, also to the gradient.
 
     Args:
         problem: The samples, the policies and the objective.
@@ -551,8 +557,8 @@ def _target(
             first state; otherwise the clean latents are noised.
         row: The index of the sample of each term.
         slot: The column of `problem.chosen` that has the step of each term.
-        clean: A function of latents, one row per term, that replaces those of samples of weight 0
-            by zeros.
+        clean: A function of latents, one row per term, that replaces those of padding and of
+            samples of weight 0, which may be NaN, by zeros.
 
     Returns:
         The timestep in (0, 1000] that the network is given for each term, and the training target.

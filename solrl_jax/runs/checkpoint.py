@@ -113,8 +113,8 @@ def iterate_intact(root: RunPath) -> Iterator[RunPath]:
     """Yields the checkpoints in `root` that are intact as far as a quick check sees, newest first.
 
     The check compares the names and sizes of all files and, unless in an object store, the contents
-    of those of at most 1 MiB (`verify` with `contents=False`). Each checkpoint is checked when the
-    iterator reaches it; one that fails is left out.
+    of those of at most 1 MiB (`verify` with `contents=False`). Each checkpoint, also a
+    `NNNNNN.replaced`, is checked when the iterator reaches it; one that fails is left out.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing is yielded.
@@ -192,7 +192,7 @@ def verify(path: RunPath, *, contents: bool = True) -> None:
 def meta_of(path: RunPath) -> dict[str, Any]:
     """Returns the metadata that a checkpoint was saved with.
 
-    Reads `meta.json` and verifies no other file.
+    Reads `meta.json`. Neither the number under "format" nor any other file is checked.
 
     Args:
         path: The directory of the checkpoint.
@@ -245,8 +245,8 @@ def newest_usable(root: RunPath, use: Callable[[RunPath], T]) -> tuple[T, list[s
     """Calls a function with the checkpoints in `root`, newest first, until it succeeds.
 
     Every process of a run calls this, and all try the same checkpoints in the same order. A run
-    that saves meanwhile may remove the listed ones. So if all fail and `root` now lists others, all
-    listed ones are tried from the newest on.
+    that saves meanwhile may remove the listed ones. So if all fail and `root` now lists others,
+    those are tried from the newest on, until the list stays the same.
 
     Args:
         root: The directory of checkpoints. It need not exist.
@@ -296,8 +296,8 @@ def restore(
         abstract_state: A pytree of `jax.ShapeDtypeStruct` or arrays with the structure, shapes,
             dtypes and shardings of the state. Values are not read. A leaf without a sharding is
             placed on the first device of the process.
-        expected: Names and values that the metadata of the checkpoint must have. None: anything is
-            accepted.
+        expected: Names and values that the metadata of the checkpoint must have, compared as JSON.
+            None: anything is accepted.
 
     Returns:
         A tuple: the state, a pytree of jax arrays with the structure and shardings of
@@ -479,7 +479,7 @@ def compare_leaves(path: RunPath, saved: dict[str, Any], abstract_leaves: dict[s
             "dtype" (its name, e.g. "float32").
         abstract_leaves: The leaves that the state needs (`jax.ShapeDtypeStruct` or arrays), by key
             path as `jax.tree_util.keystr` writes it. Only their shape and dtype are compared. The
-            caller leaves out those that the checkpoint may lack (`ADDED_PARAMETERS`).
+            caller leaves out those that match `ADDED_PARAMETERS` and that the checkpoint lacks.
 
     Raises:
         CheckpointError: If an array is only on one side, or has another shape or dtype. The message

@@ -62,7 +62,8 @@ def begin(
         meta: JSON values by name, without NaN and infinity. Those of the first process are saved.
         keep: The number of newest intact checkpoints that are kept afterwards; below 1, one is
             kept. None: no checkpoint is removed, and `best` has no effect.
-        best: The number of checkpoints with the highest "eval/reward" that are kept beside them.
+        best: The number of checkpoints with the highest "eval/reward" in the entry "evaluation" of
+            their `meta` that are kept beside them.
 
     Returns:
         The second half, a function without arguments. Call it once, in any thread, before the next
@@ -167,9 +168,9 @@ def start_writing(
     Every process of a run calls this. When it returns, the arrays may be overwritten or donated.
 
     Args:
-        folder: An existing, empty directory: one for all processes, or one of each process. In the
-            second case, each holds just an empty subdirectory `array_metadatas`, and that of the
-            first process must hold the files of all before the merge.
+        folder: An existing directory. Either all processes share one, which is empty; or each has
+            one of its own, with just an empty subdirectory `array_metadatas`, and before the merge
+            the caller copies the files of all into that of the first process.
         arrays: The arrays to save, by key path. Empty ones are not written.
 
     Returns:
@@ -286,10 +287,10 @@ def _run_coroutine(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 def _remove_leftovers(root: Path) -> None:
-    """Removes what killed saves and removals left in the directory of checkpoints.
+    """Removes what killed saves and removals left among checkpoints. The first process calls it.
 
     These are unfinished checkpoints (`.saving-...`), half-removed ones (`.removing-...`), and
-    replaced ones (`NNNNNN.replaced`) if the checkpoint that replaced them is there.
+    replaced ones (`NNNNNN.replaced`) if `NNNNNN` exists, intact or not.
 
     Args:
         root: The directory of checkpoints. It must exist.

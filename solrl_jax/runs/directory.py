@@ -54,8 +54,8 @@ def read_target(
             only those are accepted that `overrides` name.
 
     Returns:
-        A tuple: the configuration with the overrides, and the run directory as a path (None for a
-        preset or a model).
+        A tuple: the configuration with the overrides (for a run without the `reward.options` of
+        rewards that they replaced), and the run directory as a path (None for a preset or a model).
 
     Raises:
         InputError: If `target` is none of the three, or is a model while `preset` is None; if an
@@ -87,7 +87,7 @@ def _without_unused_options(saved: Config, config: Config) -> Config:
         config: The configuration `saved` with the overrides applied.
 
     Returns:
-        `config` without those options. Options that the overrides set or change stay, also for a
+        `config` without those options. Options that differ from those in `saved` stay, also for a
         reward that is not used, which is refused when the rewards are opened.
     """
     used = _reward_names(config)
@@ -103,8 +103,9 @@ def _reward_names(config: Config) -> list[str]:
     """Returns the names of all rewards of a configuration, sorted.
 
     Args:
-        config: The configuration. Its rewards are named in `reward.weights` (trained on),
-            `reward.eval_only` (recorded only) and `rollout.explore.reward` (ranks candidates).
+        config: The configuration. Scores of its rewards are named in `reward.weights` (trained on),
+            `reward.eval_only` (recorded only) and `rollout.explore.reward` (ranks candidates);
+            "geneval/strict" is a score of the reward "geneval".
     """
     explored = config.rollout.explore.reward or {}
     return reward_names((*config.reward.weights, *config.reward.eval_only, *explored))
@@ -277,12 +278,12 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
 
     Returns:
         The directory of the checkpoint; for "latest" always None, with which `load_ema` loads the
-        newest intact one.
+        newest intact one (that a run has one is checked here).
 
     Raises:
-        InputError: If `which` is none of the three; if the run has no such checkpoint; or if
-            `target` is no run directory (with "latest" it may be a model or preset, for which
-            nothing is checked).
+        InputError: If `which` is none of the three; if the run has no such checkpoint (for "best",
+            no intact one with an evaluation); or if `target` is no run directory (with "latest" it
+            may be a model or preset, for which nothing is checked).
         RunError: If the checkpoint of that iteration is damaged, or, for "latest", if all are; or
             if the directory of checkpoints cannot be read.
     """
@@ -334,8 +335,9 @@ def load_policy(
     If there are several processes, each must call it with the same arguments.
 
     Args:
-        run: The run directory, whose EMA is loaded. None: the start of training, which is
-            the LoRA at `lora.path` or, without one, the base model.
+        run: The run directory, whose EMA is loaded. None: the start of training, which is the LoRA
+            at `lora.path` or, without one, the base model; parameters trained in full start as the
+            base's.
         config: The configuration of the run, preset or model, with overrides.
         backbone: The model of that configuration.
         path: The directory of a checkpoint of the run. None: its newest intact one. No effect
@@ -350,7 +352,7 @@ def load_policy(
     Raises:
         RunError: If the checkpoint is damaged, or all are.
         InputError: If the run has no checkpoint, its `config.yaml` cannot be read, or `lora.path`
-            cannot be used.
+            cannot be used, e.g. because its rank or alpha is not that of `config`.
         ConfigError: If the `config.yaml` of the run is invalid.
         ValueError: If a pattern in `train.parameters` or `lora.target_modules` matches no parameter
             of the model.
@@ -366,8 +368,8 @@ def load_ema(
 ) -> tuple[Trainable, int]:
     """Loads the EMA of the trainable parameters from a checkpoint of a run.
 
-    Every byte of the checkpoint is verified. If there are several processes, each must call it with
-    the same arguments.
+    Every byte of the checkpoint is verified, and the whole `TrainState` is read onto the devices
+    for a moment. If there are several processes, each must call it with the same arguments.
 
     Args:
         folder: The run directory. The `rollout.precision` in its `config.yaml` is the dtype of the

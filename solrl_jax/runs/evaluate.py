@@ -44,8 +44,8 @@ class Evaluation:
         errors: The standard error of each mean: the standard deviation of the finite values (with
             divisor n) divided by the root of their number n. NaN if there are none.
         scores: The score of each image, float [p, m], not finite where it failed.
-        failed: For each reward outside JAX, by its name, the number of images (of clips, of scored
-            frames) that it could not score, also 0.
+        failed: For each reward outside JAX, by its name, the number of images that it could not
+            score, also 0; of clips, each scored frame counts.
         usage: What the rewards outside JAX cost: the sum of each of their counters
             (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests", and for rewards
             with counters "REWARD/seconds_waited", the seconds that all hosts together waited for
@@ -64,10 +64,11 @@ def evaluate(
 ) -> Evaluation:
     """Generates images of the first test prompts with a policy, and scores them.
 
-    The images have the evaluation's size and number of steps. They are generated in the training
-    precision (`rollout.precision`), without noise in the solver, and are not kept. Prompts that are
-    not in the prompt cache are encoded, for which the text encoders are loaded and stay loaded, and
-    added to it. Every process of a run must call it.
+    The images have the evaluation's size and number of steps, and the solver and guidance of the
+    section `rollout`. They are generated in the training precision (`rollout.precision`), without
+    noise in the solver, and are not kept. Prompts that are not in the prompt cache are encoded, for
+    which the text encoders are loaded and stay loaded, and added to it. Every process of a run must
+    call it.
 
     Args:
         experiment: The experiment, whose test prompts and section `eval` say what is generated:
@@ -221,8 +222,9 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     """Generates images of the first test prompts with a policy, up to four per prompt.
 
     They have the size, the number of steps and the seeds of the evaluation, so they equal those
-    that `evaluate` scores, as far as it generates as many. They are scored, too, and their prompts
-    are encoded as by `evaluate`. Every process of a run must call it.
+    that `evaluate` scores, as far as it generates as many. They are scored, too, but no judge is
+    asked (`_generate`). Their prompts are encoded as by `evaluate`. Every process of a run must
+    call it.
 
     Args:
         experiment: The experiment. `eval.num_grid_images` is the most images, at least 1: 10 gives
@@ -316,8 +318,8 @@ class LargestDifferences:
         """Generates the images at the positions in `prompts` and `images` with one of the policies.
 
         They start from the seeds of the evaluation, so they equal the images that were scored if
-        the policy is the same, and they are scored again. Their prompts are encoded as by
-        `evaluate`. Every process of a run must call it.
+        the policy is the same, and they are scored again, but no judge is asked (`_generate`).
+        Their prompts are encoded as by `evaluate`. Every process of a run must call it.
 
         Args:
             experiment: The experiment of the evaluation.
@@ -367,13 +369,13 @@ def pool_images(
     """Generates some kept candidates of a training iteration again: the best and the worst ones.
 
     A candidate is determined by its seed, so the images equal those of the iteration. They are
-    scored again, too. The prompts of the iteration are drawn again from the run's seed, and encoded
-    as by `evaluate`. Every process of a run must call it.
+    scored again, too, but no judge is asked. The prompts of the iteration are drawn again from the
+    run's seed, and encoded as by `evaluate`. Every process of a run must call it.
 
     Args:
         experiment: The experiment. `eval.num_grid_images` is the most candidates in all, at least
-            1. Up to four per prompt are generated, of which half (rounded down) are the worst, for
-            as many of the first prompts as this number allows.
+            1. Up to four per prompt (at most `rollout.kept`) are generated, of which half (rounded
+            down) are the worst, for as many of the first prompts as this number allows.
         old: The trainable parameters by path that the iteration generated with (`TrainState.old`
             before its update).
         exploration: The precision and number of steps that the iteration explored with.
@@ -449,7 +451,7 @@ def _best_and_worst_kept(
             candidates of the prompt, 0 is the best) and "kept" (bool) are read. Both have one entry
             per candidate, prompt by prompt.
         num_prompts: The number p of prompts of the iteration.
-        kept: The number of kept candidates per prompt.
+        kept: The number of kept candidates of a prompt, unless nothing of it was kept.
         count: The number m of candidates to return per prompt, at most `kept`.
 
     Returns:
@@ -470,8 +472,8 @@ def _held_out(
 ) -> tuple[Sequence[Prompt], UInt32[np.ndarray, "p m 2"]]:
     """Returns the first test prompts and the seeds of their images.
 
-    A seed depends on `eval.seed`, the prompt and the index of the image alone, so that it is the
-    same for every policy.
+    A seed depends on `eval.seed`, the text of the prompt and the index of the image alone, so that
+    it is the same for every policy.
 
     Args:
         experiment: The experiment, which has the test prompts and `eval.seed`.
@@ -492,7 +494,8 @@ def _generate_grid(
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
 ) -> ImageGrid:
-    """Generates and scores a grid of evaluation images. Every process of a run must call it.
+    """Generates a grid of evaluation images, scored without judges. Every process of a run must
+    call it.
 
     Args:
         experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
@@ -536,8 +539,9 @@ def _generate(
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
         progress: Called with the number of images of each batch when it has been queued on the
             devices.
-        for_display: Whether the images are returned and scored for their marks alone, so that no
-            judge is asked and paid. Otherwise `Samples.images` is None.
+        for_display: True: the images are returned, and rewards outside JAX are asked only if they
+            have a score ".../strict", so that no judge is asked and paid; scores of the others, and
+            of rewards that compare candidates, are missing. False: `Samples.images` is None.
 
     Returns:
         The p * m samples with their scores by name, prompt by prompt.

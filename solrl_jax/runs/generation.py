@@ -67,7 +67,7 @@ _Scale = Annotated[NonNegative, Field(le=MAX_NUMBER)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Request:
-    """The arguments of `api.generate`, checked one by one. `Request.check` builds one.
+    """The arguments of `api.generate`, each checked by itself. `Request.check` builds one.
 
     Attributes:
         model: The run directory, a model directory, "embedded:NAME", or OWNER/NAME of a repository
@@ -89,9 +89,11 @@ class Request:
             default, which also gives a number of frames that is missing.
         latents: The initial noise of the N prompts, float32 [N, C, h, w], or [N, C, t, h, w] for
             clips (an array of NumPy, JAX or PyTorch on the CPU). None: drawn from `seed`.
-        lora: A LoRA file, or a directory of PEFT; only for a model. None: no LoRA.
-        precision: The number format of all steps: "bf16", "fp32", "int8", "fp8", "nvfp4" or "auto",
-            the fastest that the device runs natively.
+        lora: A LoRA file, or a directory of PEFT (with `adapter_config.json`); only for a model.
+            None: no LoRA.
+        precision: The number format of all steps, also those of a run: "bf16" (the default) or
+            "fp32", "int8", "fp8" or "nvfp4" (which quantize linear layers), or "auto", the fastest
+            that the device runs natively.
         max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
             None: the run's, or the model's default.
         instruction: The text before every prompt, for SANA, of at most 20,000 characters. None: the
@@ -165,7 +167,8 @@ def _unknown_argument(name: str) -> str:
     """Returns the message for an argument of another name than the fields of `Request`.
 
     Args:
-        name: The name. The message suggests the most similar fields.
+        name: The name. The message suggests the most similar field, or lists all if none is
+            similar.
     """
     accepted = [field.name for field in dataclasses.fields(Request)]
     return f"unknown argument {name!r}: {suggest(name, accepted)}"
@@ -544,7 +547,8 @@ def _load_backbone(
             in the dtype that it needs (`Pipeline.vae_dtype`), or if it needs none in `precision`.
         pipeline: The opened model, whose weights are loaded; those of text encoders only when a
             prompt is encoded that is not in the cache.
-        precision: The dtype of the transformer and the text encoders: "bf16" or "fp32".
+        precision: The dtype of the transformer and the text encoders: "bf16" (also if the caller
+            quantizes the transformer afterwards) or "fp32".
 
     Returns:
         The networks with their parameters, and the mesh of all devices.

@@ -13,15 +13,16 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
 
     There are two kinds of warning, and a score gets at most one of them:
 
-    * it has fallen since the first evaluation that has both scores, while the trained reward rose;
-    * it rose from the first of the earlier evaluations to its highest one, and in `now` it is not
-      higher still, though the trained reward has risen since that highest one.
+    * it has fallen since the first evaluation that has both scores, while the trained reward
+      ("eval/reward") rose;
+    * it rose from the first of the earlier evaluations to its highest one, and in `now` it is at
+      most as high, by the values alone, though the trained reward has risen since that highest one.
 
     A score has risen or fallen if the change is larger than its standard error, which combines
     those of the two evaluations. The second kind was tried on the evaluations of the 16 runs of
     `benchmarks/study-learning.json`, with the same standard errors for all, 0.0055 of the reward
-    and 0.0185 of `shapes`. It appears in 4 of the 8 runs that follow the gradient of the reward
-    (opsd, draft), and in none of the others (nft, awm).
+    and 0.0185 of `shapes`. It appears in 4 of the 8 runs whose objective follows the gradient of
+    the reward (opsd, draft), and in none of the others (nft, awm).
 
     Args:
         rows: The earlier rows of the run's `metrics.jsonl`, in order, from `metrics.read`. Rows

@@ -48,7 +48,7 @@ RECORDS = (
 def refuse_another_run(folder: RunPath, config: Config) -> None:
     """Checks that training `config` in `folder` overwrites nothing but the files of this very run.
 
-    Nothing is written.
+    Nothing is written. A directory without a file of a run is accepted, whatever else it holds.
 
     Args:
         folder: The run directory. It need not exist.
@@ -57,9 +57,9 @@ def refuse_another_run(folder: RunPath, config: Config) -> None:
     Raises:
         InputError: If the directory has files of a run (`RECORDS`, such as `metrics.jsonl`) but no
             `config.yaml`; if it holds a run with another `fingerprint`, i.e. with other settings
-            that matter for training, or with a format "auto" that stands for another one on these
-            devices; if it holds this run but its checkpoints are gone; or if its `config.yaml`
-            cannot be read. The message lists the settings that differ.
+            that matter for training, which the message lists, or with a `rollout.explore.precision`
+            "auto" that stands for another format on these devices than in that run; if it holds
+            this run but its checkpoints are gone; or if its `config.yaml` cannot be read.
         ConfigError: If the directory's `config.yaml` is not a configuration.
         RunError: If the directory of checkpoints cannot be read.
     """
@@ -137,8 +137,8 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
 def write_config(folder: RunPath, config: Config) -> None:
     """Makes an existing directory the run directory of `config`. One process of a run calls it.
 
-    Creates an empty directory `checkpoints` in it if there is none, then writes `config.yaml`,
-    which replaces an older one.
+    Creates a directory `checkpoints` in it if there is none (in a store, an empty object that
+    stands for it), then writes `config.yaml` whole, which replaces an older one.
 
     Args:
         folder: The directory, for which `refuse_another_run` has raised nothing.
@@ -167,7 +167,7 @@ def _recorded_format(folder: RunPath) -> str | None:
 
 
 def _read_facts(folder: RunPath) -> dict[str, Any]:
-    """Returns the content of a run's `run.json`, or an empty dict if it cannot be read.
+    """Returns the content of a run's `run.json`, or an empty dict if it is no readable JSON dict.
 
     Args:
         folder: The run directory, in which `run.json` is read.

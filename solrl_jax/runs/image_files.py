@@ -73,12 +73,13 @@ def save_png(path: str | RunPath, image: Float[Numbers, "h w 3"]) -> None:
 
 
 def save_clip(path: str | RunPath, clip: Float[Numbers, "t h w 3"], frames_per_second: int) -> None:
-    """Writes a clip as animated WebP that repeats forever.
+    """Writes a clip as animated WebP (lossy, quality 90) that repeats forever.
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
-        clip: The frames, with values in [0, 1]. Other values are clipped, and NaN becomes black.
-        frames_per_second: The playback rate. WebP stores whole milliseconds per frame.
+        clip: The frames, at least one, with values in [0, 1]. Other values are clipped, and NaN
+            becomes black.
+        frames_per_second: The playback rate. The time per frame is rounded to whole milliseconds.
 
     Raises:
         RunError: If the disk refuses, or if a side is above 16,383 pixels (`MAX_WEBP_SIDE`).
@@ -109,9 +110,10 @@ def save_grid(
             clips [n, frames, height, width, 3]. Other values are clipped, and NaN becomes black.
         columns: The largest number of images in a row, at least 1.
         captions: One caption per image, shown below it in at most two lines. A longer one is cut.
-        facts: For each image a dict of JSON values, which is stored in the file and which
-            `read_grid` returns with the image. The key "box" is reserved. If there are fewer than
-            n, `read_grid` returns only the first images; dicts beyond n are ignored.
+        facts: For each image a dict of JSON values without NaN, which is stored in the file and
+            which `read_grid` returns with the image. It must not have the key "box", under which
+            the position of the image is stored. If there are fewer than n, `read_grid` returns only
+            the first images; dicts beyond n are ignored.
         frames_per_second: The playback rate, which clips must have. Images ignore it.
 
     Raises:
@@ -202,17 +204,20 @@ def read_moving_grid(
     """Reads the clips of a moving grid that `save_grid` wrote, shrunk and with fewer frames.
 
     Args:
-        path: The PNG file. The moving grid is beside it, with the ending ".webp".
-        most_frames: The most frames that are kept of a clip, at least 1. Longer clips keep this
-            many equally spaced frames, including the first and the last.
+        path: The PNG file, which has the positions of the clips. The moving grid is beside it, with
+            the ending ".webp".
+        most_frames: The most frames that are kept of a clip. Longer clips keep this many equally
+            spaced frames, including the first and the last; 1 keeps the first.
         longest_side: The longest side of a frame in pixels. Larger frames are shrunk.
 
     Returns:
-        A pair. First the clips in the order of the grid, each a list of RGB images of Pillow. Then
-        the seconds for which each of these frames is shown. [] and 0 if there is no moving grid.
+        A pair. First the clips that have facts, in the order of the grid, each a list of RGB images
+        of Pillow. Then the seconds per kept frame with which a clip takes as long as in the file.
+        [] and 0 if there is no moving grid.
 
     Raises:
-        InputError: If either file is damaged, or they do not belong together.
+        InputError: If either file is damaged, or the moving grid is wider than the PNG or has other
+            proportions.
     """
     moving_path = path.with_suffix(".webp")
     if not moving_path.exists():
@@ -269,8 +274,9 @@ def _open_image(path: RunPath, kind: str) -> Iterator["Image"]:
         The image of Pillow, whose pixels are read when they are needed.
 
     Raises:
-        InputError: If the file is missing, has another format or is damaged, also if the body
-            raises an error of a damaged file.
+        InputError: If the file is missing, has another format or is damaged. For this, every
+            OSError, SyntaxError, ValueError, TypeError, AttributeError, KeyError and
+            DecompressionBombError of the body counts as damage.
     """
     from PIL import Image
 
@@ -306,11 +312,12 @@ def _boxes_and_facts(
 
     Returns:
         Two lists of equal length: left, top, right and bottom of every image in pixels, and its
-        facts. Both are empty if the file has none.
+        facts, without the box. Both are empty if the file has none.
 
     Raises:
-        ValueError: If a box does not lie within the grid. Damaged metadata also raises TypeError,
-            KeyError or AttributeError.
+        ValueError: If the grid and its boxes do not pass `_check_boxes`, also without boxes if the
+            grid is not RGB. Damaged metadata raises it too, or TypeError, KeyError or
+            AttributeError.
     """
     cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
     boxes = []
@@ -369,7 +376,8 @@ def save_before_after(
             verdicts.
         right_after: Whether a verifier accepts each image on the right, bool [p, m]. None: no
             verdicts.
-        sides: The titles of the two sides. They also become the title in the file's metadata.
+        sides: The titles of the two sides. With the numbers of right images, they also become
+            "Title" in the file's metadata.
 
     Raises:
         ValueError: If there is not one prompt per row.
@@ -512,12 +520,12 @@ def _save_image(path: str | RunPath, image: "Image", **texts: str) -> None:
 
 
 def _save_animation(path: str | RunPath, frames: Iterable["Image"], frames_per_second: int) -> None:
-    """Writes an animated WebP file, whole or not at all. It repeats forever.
+    """Writes an animated WebP file (lossy, quality 90), whole or not at all. It repeats forever.
 
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
         frames: The images of Pillow, at least one and all of one size, in their order.
-        frames_per_second: The playback rate.
+        frames_per_second: The playback rate. The time per frame is rounded to whole milliseconds.
 
     Raises:
         RunError: If the disk refuses, or if the images cannot be encoded, such as those with a side
@@ -562,8 +570,8 @@ def _text_height(font: "FreeTypeFont", lines: int) -> int:
 
     Args:
         font: The font that the text is drawn in.
-        lines: The number of lines. There are 2 pixels of space after each line and at the end.
-            Without lines, the height is 0.
+        lines: The number of lines. Each has 2 pixels of space below it, and the last one 2 more. 0
+            gives the height 0.
     """
     ascent, descent = font.getmetrics()
     return lines * (ascent + descent + 2) + 2 if lines else 0

@@ -47,7 +47,8 @@ def hash_inputs(
           * "weights/COMPONENT": for every component of the model (`_weight_folders`) whose
             directory exists;
           * "code/MODULE:FUNCTION": the source file of the objective and of every reward that
-            training depends on, if they are outside of the package and the file exists;
+            training depends on, if they are outside of the package (`_plugins`) and the file
+            exists;
           * "question/NAME": the question of every judge that training depends on, by its name as a
             reward, e.g. "judge".
         Training depends on the rewards that are trained on or rank candidates.
@@ -115,8 +116,9 @@ def _describe(config: Config, name: str) -> str:
             "weights/COMPONENT", "code/MODULE:FUNCTION" or "question/NAME".
 
     Returns:
-        The text up to and with "has" or "have", e.g. "prompts.train='a.txt': its prompts have"; the
-        caller adds what happened to the input.
+        The text up to and with "has" or "have", e.g. "prompts.train='a.txt': its prompts have". For
+        code and questions it has only the name of the setting. The caller adds what happened to the
+        input.
     """
     kind, _, detail = name.partition("/")
     if kind == "prompts":
@@ -142,7 +144,8 @@ def _weight_folders(pipeline: Pipeline) -> dict[str, Path]:
         pipeline: The opened model, whose components know the directory that they are loaded from.
 
     Returns:
-        The directories by name: "transformer", the names of the text encoders, and "vae".
+        The directories by name: "transformer", the name of each text encoder's folder in the model
+        (e.g. "text_encoder_2"), and "vae".
     """
     components = {"transformer": pipeline.transformer, **pipeline.text_encoders}
     components["vae"] = pipeline.vae
@@ -152,8 +155,8 @@ def _weight_folders(pipeline: Pipeline) -> dict[str, Path]:
 def _hash_weights(folder: Path) -> str:
     """Hashes the weight files of a component by a sample of their bytes.
 
-    A file counts by its name, its size, its first `HEADER_BYTES` (1 MiB), and 64 blocks of 16 KiB
-    at equal distances, of which the last ends with the file. A change elsewhere is not noticed.
+    A file counts by its name, its size, its first `HEADER_BYTES` (1 MiB), and 64 blocks of 16 KiB,
+    of which block i ends at i / 64 of the file. A change elsewhere is not noticed.
 
     Args:
         folder: The directory of the component.
@@ -186,8 +189,9 @@ def _plugins(config: Config) -> list[str]:
 
     Args:
         config: The configuration. The rewards that are trained on or rank candidates
-            (`Config.training_scores`) and `algorithm.objective` count. Names of rewards that
-            installed packages provide (entry points) are replaced by their functions.
+            (`Config.training_scores`) and `algorithm.objective` count, if they have the form
+            "module:function". Names of rewards that installed packages provide (entry points) are
+            first replaced by their functions.
 
     Returns:
         The functions as "module:function", sorted, each once.

@@ -70,13 +70,14 @@ def path_of(root: RunPath, iteration: int) -> RunPath:
 def write(root: RunPath, iteration: int, columns: Mapping[str, Any]) -> RunPath:
     """Writes the candidates of one iteration to a file, one row each, in the order given.
 
-    An existing file of the iteration is replaced. One process of a run calls it.
+    The file appears whole or not at all, and replaces an existing one of the iteration. One process
+    of a run calls it.
 
     Args:
         root: The directory of the ledger. It is created if necessary.
         iteration: The number of the iteration, from 1, which becomes the column "iteration".
-        columns: By its name, the values of every other column that `read` returns: an array [rows],
-            or one value for all rows ("kept" must be an array). In "regenerated_reward" and
+        columns: By its name, the values of every other column that `read` returns: an array or list
+            [rows], or one value for all rows (not for "kept"). In "regenerated_reward" and
             "advantage", masked entries (numpy.ma) or a None for all rows become null. Other names
             are ignored.
 
@@ -86,7 +87,7 @@ def write(root: RunPath, iteration: int, columns: Mapping[str, Any]) -> RunPath:
     Raises:
         KeyError: If a column is missing.
         ValueError: If a column has another number of rows than "kept", or a value is no value of
-            its column's type, such as -1 or 1.5 for a uint32.
+            its column's type, such as -1 or 1.5 for a uint32 or a null in another column.
         TypeError: If a column has values of another kind, such as text for a number.
         RunError: If the disk refuses.
     """
@@ -111,17 +112,18 @@ def read(root: RunPath, iteration: int) -> pa.Table:
 
     Returns:
         A table with one row per candidate, prompt by prompt, and these columns (`SCHEMA`):
-          * "iteration": from 1;
-          * "prompt" and "prompt_uid": its text, and the number that its noise seeds depend on;
+          * "iteration": from 1, an int32 as all integers but the seeds and "prompt_uid";
+          * "prompt" and "prompt_uid": its text, and the uint32 that its noise seeds depend on;
           * "candidate": the index within its prompt, from 0;
-          * "seed": the seed of the initial noise, the same in exploration and regeneration;
+          * "seed": the uint64 seed of the initial noise, also of the regeneration;
           * "precision" and "steps": the number format and the solver steps of exploration;
-          * "proxy_reward": the reward of the explored image, NaN if not finite;
-          * "rank": the place among the candidates of the prompt by which they were selected, 0 is
-            the best;
+          * "proxy_reward": the float32 reward of the explored image, NaN also if it was infinite;
+          * "rank": the place among the candidates of the prompt by proxy reward (with
+            `reward.combine=advantages` by its combined scores), 0 is the best;
           * "kept": whether it was selected for training;
-          * "regenerated_reward": the reward of the regenerated image, null if there is none;
-          * "advantage": the normalized reward that is trained on, null if not kept;
+          * "regenerated_reward": likewise that of the regenerated image, null if there is none;
+          * "advantage": the float32 advantage that is trained on (the standardized reward of the
+            kept sample, `rl.advantages`), 0 if that reward is not finite, null if not kept;
           * "policy_revision": the iteration at whose start the policy that explored it was prepared
             (quantized, if the format quantizes). It equals "iteration".
 

@@ -154,12 +154,13 @@ class Metrics:
 
     It is a context manager, which only one process of a run enters. Entering it opens the outputs
     and reads the rows of an earlier start; those after the iteration that the run resumes from are
-    dropped, also from the file in the run directory.
+    dropped, also from the file. TensorBoard hides them, and W&B keeps them.
 
     Attributes:
         rows: All rows up to now, in order: dicts of "iteration" and the values by name, None where
             one was not finite. Empty before the context is entered.
-        set_aside: The path that a damaged `metrics.jsonl` was moved to on entering, or None.
+        set_aside: The path beside it that a damaged `metrics.jsonl` was moved to on entering, or
+            None.
     """
 
     def __init__(
@@ -240,7 +241,8 @@ class Metrics:
         Args:
             iteration: The number of the iteration; 0 before training.
             values: The values by name, e.g. "kept/reward", each a number or a scalar array. A value
-                that is not finite becomes null in `metrics.jsonl` and None in `rows`.
+                that is not finite becomes null in `metrics.jsonl` and None in `rows`. A finite one
+                must be within float32, or the line cannot be read again.
 
         Raises:
             RunError: If the disk or the store refuses, or if another start has taken over a run
@@ -304,8 +306,8 @@ def _tensorboard(folder: Path, purge_step: int, older: int | None = None) -> Ite
             that no two are equal. None: as many as `folder` has.
 
     Yields:
-        A function (iteration, values by name) that writes a row and flushes it. It raises RunError
-        if the disk refuses.
+        A function (iteration, values by name) that writes a row, also values that are not finite,
+        and flushes it. It raises RunError if the disk refuses.
 
     Raises:
         RunError: If the disk refuses.
@@ -385,8 +387,8 @@ def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
             of older files from it on.
 
     Yields:
-        A function (iteration, values by name) that adds a row and uploads the file. It raises
-        RunError if the disk or the store refuses.
+        A function (iteration, values by name) that adds a row, also values that are not finite, and
+        uploads the file. It raises RunError if the disk or the store refuses.
 
     Raises:
         RunError: If the disk or the store refuses.
@@ -418,7 +420,9 @@ def _weights_and_biases(run_dir: RunPath) -> Iterator[Log]:
             working directory.
 
     Yields:
-        A function (iteration, values by name) that hands over a row, which is sent later.
+        A function (iteration, values by name) that hands over a row, which is sent later. Its
+        horizontal axis is "iteration" and not the service's own step, so a resumed run may repeat
+        iterations; the earlier rows stay.
 
     Raises:
         InputError: If Weights & Biases is not installed or cannot start.

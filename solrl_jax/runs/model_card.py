@@ -117,8 +117,9 @@ def model_card(
             left out.
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
-        export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
-            number of arrays) if parameters are trained in full.
+        export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA, and
+            "trained_in_full" (a number of arrays) if any parameter is trained in full; the card is
+            then that of a whole transformer, also beside adapters.
         pipeline: The class of the base model's pipeline.
         has_image: Whether the folder has the image `images/before-after.png`, which the card then
             shows.
@@ -187,8 +188,8 @@ def find_license(base: str) -> License | None:
 def training_command(config: Config) -> str | None:
     """Returns the command that trains a configuration again, for a shell.
 
-    The sections `run` and `mesh`, `model.prompt_cache_dir`, `reward.paths` and `reward.workers` are
-    left out, because they say where a run works and not what it computes (`PLACES`). Absolute paths
+    The sections `run` and `mesh`, `model.prompt_cache_dir`, `reward.paths`, `reward.workers` and
+    `version` are left out, because they do not say what a run computes (`PLACES`). Absolute paths
     are cut to their last part.
 
     Args:
@@ -197,8 +198,8 @@ def training_command(config: Config) -> str | None:
     Returns:
         "solrl train PRESET [family=FAMILY] KEY=VALUE ...", quoted for a shell. The family is a file
         of settings in `configs/family`, e.g. "sol_rl", named if it is not the preset's own. The
-        settings are all that differ from the preset in that family. None if the preset does not
-        exist or has no such family.
+        settings are all that differ from the preset in that family. None if the preset or the
+        family does not exist, or the two do not go together.
     """
     family = f"family={config.family}"
     try:
@@ -224,11 +225,11 @@ def _changes(
 
     Args:
         start: The fields of a section of the first configuration by name; inner sections are dicts.
-        end: The fields of the same section in the second configuration.
+        end: The same fields of that section in the second configuration.
         prefix: The dotted name of the section with a dot at its end; "" for the whole.
 
     Yields:
-        The dotted name of a field and its value in `end`.
+        The dotted name of a field that is no section and its value in `end`, a dict as a whole.
     """
     for key, value in end.items():
         name = f"{prefix}{key}"
@@ -260,7 +261,8 @@ def _front_matter(config: Config, whole: bool) -> str:
     """Returns the metadata of the card in YAML, between lines of dashes.
 
     It has the license if one is known, the base model if that is on the hub, the library
-    ("diffusers"), the kind of pipeline, tags, and the dataset if the prompts are from the hub.
+    ("diffusers"), the kind of pipeline ("text-to-image" or "text-to-video"), tags, and the dataset
+    if the training prompts are from the hub.
 
     Args:
         config: The configuration with which the run was trained, which names the base model and the
@@ -299,9 +301,10 @@ def _names_repository(base: str) -> bool:
 
 
 def _base_link(base: str) -> str:
-    """Returns the name of the base model in Markdown, with a link if it is on the hub.
+    """Returns the name of the base model in Markdown, with a link if it can be a repository of the
+    hub (`_names_repository`).
 
-    A base that is not on the hub is shown as code, an absolute path cut to its last part.
+    Any other base is shown as code, an absolute path cut to its last part.
 
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
@@ -334,8 +337,9 @@ def _usage(config: Config, name: str, pipeline: type[Pipeline], whole: bool) -> 
     """Returns a block of Python that generates an image, or a clip, with diffusers.
 
     Args:
-        config: The configuration of the run. The example has the size and the number of steps of
-            its evaluation, and the guidance of its rollout.
+        config: The configuration of the run. The example loads its `model.path` (an absolute path
+            cut to its last part) and has the size and the number of steps of its evaluation, and
+            the guidance of its rollout.
         name: The repository, OWNER/NAME.
         pipeline: The class of the base model's pipeline, which knows the arguments of diffusers.
         whole: Whether parameters are trained in full. The example then loads a transformer, and
@@ -383,8 +387,8 @@ def _python(value: Any) -> str:
     """Formats a number, a text or None as Python source.
 
     Args:
-        value: The value. A text has no quotes. A float that is an integer is written without a
-            decimal point.
+        value: The value. A text must not contain quotes; double ones are put around it. A float has
+            six significant digits, and no decimal point if it is an integer.
     """
     if isinstance(value, str):
         return f'"{value}"'
@@ -397,13 +401,14 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
     Args:
         run: The run directory. The scores are from its `metrics.jsonl`, a description of the
             evaluation from its `run.json`.
-        config: The configuration of the run. It says which scores were only evaluated, not trained
-            on, and how many images were scored.
+        config: The configuration of the run. The scores in its `reward.eval_only` are marked as not
+            trained on, and it says how many images were scored.
         iteration: The exported iteration. The last evaluation up to it is the one after training.
 
     Returns:
-        A Markdown table with standard errors and a line about the evaluation; with a single
-        evaluation up to `iteration` it has one column. A sentence if there is none.
+        A Markdown table with standard errors and a line about the evaluation. Its columns are named
+        "before training" or by their iteration; with a single evaluation up to `iteration` there is
+        one. A sentence if there is none.
     """
     rows = [row for row in metrics.read(run) if "eval/reward" in row]
     rows = [row for row in rows if row["iteration"] <= iteration]
@@ -534,16 +539,17 @@ def add_card(
     """Adds the model card to a folder with exported weights, and the run's image if there is one.
 
     The image, which compares the models before and after training, is from the end of the run, so
-    it is left out if an earlier iteration is exported.
+    it is left out (an older one in the folder stays) if an earlier iteration is exported.
 
     Args:
         folder: The folder. `README.md` and `images/before-after.png` are written in it; existing
             ones are replaced.
-        run: The run directory, which has the image, the scores and the devices.
+        run: The run directory, which has the image (`pictures/before-after.png`), the scores and
+            the devices.
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
-        export: The result of `api.export`: "iteration", "rank", "alpha", and "trained_in_full" (the
-            number of arrays) if parameters are trained in full.
+        export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA, and
+            "trained_in_full" (a number of arrays) if any parameter is trained in full.
         pipeline: The class of the base model's pipeline.
 
     Raises:

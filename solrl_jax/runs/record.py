@@ -88,15 +88,17 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
           * "devices" (e.g. "8 x NVIDIA H100"), "hosts" (their number), "mesh" (sizes by axis);
           * "exploration": a dict with "precision" (as configured), "format" (the one that it stands
             for here), "native" (whether the devices have units for it), "options" (class names of
-            the active options) and "means" (a phrase for people);
+            the active exploration options, e.g. "Preview") and "means" (`Format.describe`, e.g.
+            "fp8 (DESCRIPTION; native)");
           * "evaluation": one line with prompts, images, solver, guidance, precision and seed;
           * "gradient_checkpointing": what the gradient recomputes: "none", "matmuls" (all except
             matmuls and attention kernels) or "blocks" (all inside a block);
           * "parameters": their number by component, e.g. "transformer" or "vae";
           * "adapted", "trained_in_full" and "quantized" (by exploration): lists of parameter paths,
             e.g. "blocks/attn/to_q/kernel";
-          * "linears": number and bytes of all linear layers and of the quantized ones, before and
-            after quantization (`quantized_layers.totals`);
+          * "linears": a dict of the numbers of all linear layers ("linears") and of the quantized
+            ones ("quantized"), and of their bytes before and after quantization ("bytes_before" and
+            others, `quantized_layers.totals`);
           * "started_after_iteration": `done`.
     """
     config = experiment.config
@@ -153,21 +155,22 @@ def draw_pools(
     the ending ".webp". Every process calls this; the first one writes.
 
     Args:
-        experiment: The experiment of the run. `eval.num_grid_images` is the most candidates, at
-            least 1; there are at most four per prompt.
+        experiment: The experiment of the run. `eval.num_grid_images` is the most candidates of all
+            prompts together, at least 1. There are at most four per prompt, of which half (rounded
+            down) are the worst.
         folder: The run directory, in which the image is written to `pictures/`.
         old_policy: The trainable parameters by path that the iteration generated with, from before
             its update.
         exploration_level: The index, in `experiment.explorer.settings`, of the precision and number
             of steps that the iteration explored with.
         ledger: The columns of the iteration's candidates by name, prompt by prompt: "rank" and
-            "kept" choose the candidates, and "proxy_reward" and "regenerated_reward" are the
-            captions.
+            "kept" choose the candidates, and "proxy_reward" (for "explored") and
+            "regenerated_reward" are the captions.
         iteration: The number of the iteration, from 1.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside JAX, which scores the images too,
-            fails while `reward.on_failure` is "stop".
+        RunError: If the disk refuses, or if a reward outside JAX that marks the images fails while
+            `reward.on_failure` is "stop".
         InputError: If the code of a reward inside JAX fails.
     """
     exploration = experiment.explorer.settings[exploration_level]

@@ -214,9 +214,9 @@ def _describe_run(folder: RunPath, name: str, max_rows: int) -> dict[str, Any]:
     Returns:
         JSON values by name:
           * "name";
-          * "config": settings by dotted name; "preset": those of its preset, or None if that is
-            unknown;
-          * "facts": entries of `run.json`;
+          * "config": settings by dotted name; "preset": those of its preset without overrides (in
+            the preset's own family), or None if that is unknown;
+          * "facts": entries of `run.json` (`read_facts`);
           * "trained" and "watched": names of the rewards that are trained on, and of those that are
             only evaluated;
           * "metrics": by name ("iteration" among them) one list with a value per recorded
@@ -316,12 +316,13 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
     Returns:
         A dict with the plan's entries, unchanged and None if absent: "preset", "device" (its kind),
-        "devices" (per host), "hosts", "exploration" (the format, as a sentence), "rollout" (the
-        seconds of the phases that sample), "naive_scaling" (a dict of "seconds" and "rollout" for a
-        run that explores in the training precision) and "fits" (bool). Also "usable" (bytes of
-        memory per device) and "seconds" (of an iteration) as floats, and "phases": for each phase a
-        flat list of its name, its roofline seconds, the seconds if only matmuls, only attention,
-        only memory and only links between devices limited it, and its peak memory in bytes.
+        "devices" (per host), "hosts", "exploration" (the format, as a sentence), "rollout" (the sum
+        of the seconds of the phases that sample), "naive_scaling" (a dict of "seconds" and
+        "rollout" for a run that explores in the training precision) and "fits" (bool). Also
+        "usable" (bytes of memory per device) and "seconds" (of an iteration) as floats, and
+        "phases": for each phase a flat list of its name, its roofline seconds, the seconds if only
+        matmuls, only attention, only memory and only links between devices limited it, and its peak
+        memory in bytes.
 
     Raises:
         InputError: If the file cannot be read or is no plan.
@@ -384,7 +385,7 @@ def _read_ledger(root: RunPath, max_rows: int) -> dict[str, Any]:
             iteration is read in part. Reading also stops at 64 MiB (`MOST_TEXT`) in memory.
 
     Returns:
-        A dict, whose lists are empty if there is no ledger:
+        A dict. Without a ledger all lists are empty, also that of each column:
           * "iterations": the numbers of all iterations, ascending;
           * "shown": how many of the newest were read;
           * "texts": the distinct prompts and precisions;
@@ -487,7 +488,8 @@ def _read_cells(path: RunPath) -> dict[str, Any]:
         A dict. "size": height and width of an image in pixels as text, e.g. "512 x 768". "cells":
         for each image a dict of the facts that `save_grid` stored about it (e.g. "prompt") and,
         under "src", the shrunken image as a `data:` URL; that of a clip is animated and has at most
-        24 of its frames (`MAX_FRAMES`). "" and [] if the file has no facts.
+        24 of its frames (`MAX_FRAMES`). A fact "stage" is renamed "phase". "" and [] if the file
+        has no facts.
 
     Raises:
         InputError: If the file, or that of the moving grid beside it, is damaged.
@@ -515,9 +517,9 @@ def _data_url(frames: Sequence["Image"], seconds: float) -> str:
 
     Args:
         frames: The image of Pillow, in RGB, or the frames of a clip, which repeats forever. Each is
-            shrunk in place until its longer side has at most 160 pixels (`MAX_PIXELS`). Images of
-            at most 64 pixels are stored without loss.
-        seconds: The time for which each frame of a clip is shown.
+            shrunk in place until its longer side has at most 160 pixels (`MAX_PIXELS`). Those whose
+            longer side has at most 64 pixels are stored without loss.
+        seconds: The time for which each frame of a clip is shown. Not read for one image.
     """
     for frame in frames:
         frame.thumbnail((MAX_PIXELS, MAX_PIXELS))
@@ -613,7 +615,9 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
 
     Yields:
         (section, metric, title) of every figure, e.g. ("rewards", "eval/reward", "Held-out reward,
-        trained on"). The sections are "rewards", those of `_FIGURES` and "cost".
+        trained on"). The sections are "rewards", those of `_FIGURES` and "cost". Other scores have
+        the title "NAME, held-out", or "NAME, watched only" if each run that has the score watches
+        it (or its reward), and costs "REWARD: COUNTER per iteration".
     """
     scores = dict.fromkeys(
         key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]

@@ -50,8 +50,9 @@ class Saver:
                 checkpoints are the best; one without it is never among them.
 
         Raises:
-            RunError: If the disk refused the previous save, which is then not retried, or refuses
-                the beginning of this one. Also if another process failed or gives no answer.
+            RunError: If the disk refused the previous save, which is not retried (this one is not
+                started then), or refuses the beginning of this one. Also if another process failed
+                or gives no answer.
             TypeError: If a leaf of the state is no such array, or JSON cannot represent `meta`.
         """
         self.wait()

@@ -43,10 +43,11 @@ def begin(
     """Does the first half of a save to an object store, and returns a function for the second.
 
     Every process of a run calls both. The first half removes what killed saves left in `root` and
-    on this machine, copies the arrays to the host and starts to write them to a staging directory,
-    a temporary directory of this machine. The second half waits until they are written, uploads
-    them, merged by the first process, and removes old checkpoints. An existing checkpoint of the
-    same iteration is first copied to `NNNNNN.replaced`, which is removed unless the save fails.
+    on this machine, moves an existing checkpoint of the same iteration to `NNNNNN.replaced`, copies
+    the arrays to the host and starts to write them to a staging directory, a temporary directory of
+    this machine. The second half waits until they are written and uploads them (the first process
+    last, with the merged indices and the manifest); then it removes old checkpoints and
+    `NNNNNN.replaced`, which stays if the save fails.
 
     Args:
         root: The directory of checkpoints in the store. The first process must own the run
@@ -186,8 +187,7 @@ def _make_room(root: StorePath, target: StorePath, replaced: StorePath) -> None:
         replaced: The name that an existing checkpoint `target` gets.
 
     Raises:
-        RunError: If the store refuses.
-        StoreError: If the store refuses to list or to copy.
+        RunError: If the store refuses to list, copy or remove.
     """
     complete = list_checkpoints(root)
     for path in root.glob("*"):

@@ -74,8 +74,8 @@ class _Run:
     """The objects of a run in this process, and how far training has come.
 
     Attributes:
-        experiment: The models, rewards, prompts and the resolved configuration, with which the run
-            generates, scores and updates.
+        experiment: The models, rewards, prompts and the configuration (`config`), with which the
+            run generates, scores and updates.
         folder: The run directory, `run.dir` as a path.
         metrics: Writes `metrics.jsonl`. Only the first process opens it; elsewhere it has no rows.
         saver: Writes the checkpoints.
@@ -106,8 +106,8 @@ class _Run:
     def config(self) -> Config:
         """The configuration that this process trains with.
 
-        It is the one that `run` was given, with its numbers of prompts reduced to those that there
-        are. Settings that are "auto" still say "auto".
+        It is that of `experiment`: the one that `run` was given, with its numbers of prompts
+        reduced to those that there are. Settings that are "auto" still say "auto".
         """
         return self.experiment.config
 
@@ -160,15 +160,18 @@ def run(
     all input has been accepted, `config.yaml` and `run.json` are written to the directory, and rows
     and ledger files after the checkpoint are dropped. Then follow per iteration a row of
     `metrics.jsonl` and a file in `ledger/`, and now and then checkpoints and images (`pictures/`).
+    At the end, also of a start without iterations left, `pictures/before-after.png` and the entry
+    "finished_after_iteration" of `run.json` are written.
 
     If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
     function returns. If it fails, that iteration is saved too (except after Diverged) and the error
     is raised again. A stop within an update leaves only the last checkpoint.
 
     Args:
-        config: The resolved configuration (a preset with its overrides). `run.dir` is the run
-            directory. If it asks for more prompts than there are, the run takes all that there are,
-            and a line says so; `config.yaml` then has the reduced numbers.
+        config: The resolved configuration (a preset with its overrides, in which values may be
+            "auto"). `run.dir` is the run directory. If it asks for more prompts than there are, the
+            run takes all that there are, and a line says so; `config.yaml` then has the reduced
+            numbers.
         progress: The output in the terminal, entered as a context manager by the caller.
         profile: Numbers of the iterations, from 1, to trace to `profile/`. They must not be
             complete yet.
@@ -314,7 +317,8 @@ def _restore(
 
     Args:
         experiment: The loaded experiment. Its models and configuration give the structure, shapes
-            and shardings of the state, and the fingerprint that the checkpoint must have.
+            and shardings of the state, and the fingerprint (a hash of the settings that trained
+            parameters depend on) that the checkpoint must have, also with `force`.
         input_hashes: The hashes of the input files now, by name (e.g. "prompts" or
             "weights/transformer"). They are compared with those that the checkpoint was saved with.
         folder: The run directory.
@@ -461,14 +465,14 @@ def _train(this: _Run) -> None:
 def _prepare(this: _Run) -> None:
     """Encodes the prompts that the rest of the run needs, and calibrates exploration if necessary.
 
-    Every process calls this. With a prompt cache, the training, test and calibration prompts that
-    it lacks (the empty one too) are encoded and the text encoders are freed. Without one, prompts
-    are encoded later, when they are needed. Exploration is calibrated, for every image size, only
-    if its options need it and iterations are left.
+    Every process calls this. With a prompt cache (`model.prompt_cache_dir`), the training, test and
+    calibration prompts that it lacks (the empty one too) are encoded and the text encoders are
+    freed. Without one, prompts are encoded later, when they are needed. Exploration is calibrated,
+    for every image size, only if its options need it and iterations are left.
 
     Args:
-        this: The run. Its experiment's prompt cache and calibrated quantizers and schedules are
-            filled; `state` and `done` stay.
+        this: The run. Its experiment's prompt cache is filled, and its explorers keep the solver
+            schedule and the quantizer that their options measured; `state` and `done` stay.
 
     Raises:
         InputError: If the prompts cannot be encoded, for example because a file of a text encoder
@@ -623,12 +627,12 @@ def _all_advantages_are_zero(candidates: Mapping[str, Any]) -> bool:
 
 
 def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
-    """Ends a run whose trained parameters are not finite, or that has learned nothing too often.
+    """Ends a run whose state is not finite, or that has learned nothing too often.
 
     Every process calls this.
 
     Args:
-        this: The run, after the iteration.
+        this: The run, after the iteration. All arrays of its `state` are checked (`_is_finite`).
         row: The metrics of the iteration by name, from which the message names the first phase
             without finite values ("kept/spread" and "pool/reward" may be NaN, "unusable_prompts"
             may be the number of all prompts, and "skipped_micro_batches" tells a loss from a
@@ -672,7 +676,7 @@ def _is_finite(state: TrainState) -> jax.Array:
         state: The training state, which is not donated.
 
     Returns:
-        A boolean scalar on the devices. False also if a sum of squares overflows.
+        A boolean scalar on the devices. False also if a sum of squares overflows the array's dtype.
     """
     return jnp.all(
         jnp.array([jnp.isfinite(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(state)])
@@ -726,13 +730,14 @@ def _evaluate(this: _Run) -> Row:
     (`runs.hacking`). Every process calls this.
 
     Args:
-        this: The run, whose EMA `state.ema` is evaluated. Its earlier metrics are read
-            for the warnings.
+        this: The run, whose EMA `state.ema` is evaluated on the first `eval.num_prompts` test
+            prompts. Its earlier metrics are read for the warnings.
 
     Returns:
         The values to record, by name (they are not recorded here):
           * "eval/NAME" and "eval/NAME/standard_error": the mean of each score over the images where
-            it is finite ("reward", the weighted sum, and every single one), and its error;
+            it is finite ("reward", the weighted sum, and every single one), and its standard error,
+            for which all images count as independent;
           * "eval/reward_failures/NAME": for each reward outside of JAX, the number of images (of
             clips, of scored frames) that it could not score;
           * "eval/reward_cost/NAME/COUNTER": what it cost, e.g. "eval/reward_cost/judge/requests";
@@ -775,16 +780,17 @@ def _evaluate(this: _Run) -> Row:
 def _save_grid(this: _Run) -> None:
     """Writes images of fixed test prompts and seeds to `pictures/iteration-NNNNNN.png`.
 
-    They are images of the EMA policy, with one row per prompt and the prompt as caption. The file
-    stores the facts "prompt" and "right" (`ImageGrid.marks`) of each. Clips are also written as a
-    moving grid, with the ending ".webp". Every process calls this; the first one writes.
+    They are images of the EMA policy, with one row of up to four per prompt and the prompt as
+    caption. The file stores the facts "prompt" and "right" (`ImageGrid.marks`) of each. Clips are
+    also written as a moving grid, with the ending ".webp". Every process calls this; the first one
+    writes.
 
     Args:
         this: The run. `eval.num_grid_images` must not be 0.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside JAX, which scores the images too,
-            fails while `reward.on_failure` is "stop".
+        RunError: If the disk refuses, or if a reward outside JAX that marks the images fails while
+            `reward.on_failure` is "stop".
     """
     grid = sample_grid(this.experiment, this.state.ema)
     columns = grid.images.shape[1]
@@ -805,8 +811,8 @@ def _save_grid(this: _Run) -> None:
 def _checkpoint_is_due(config: Config, done: int) -> bool:
     """Whether the state is saved after `done` iterations.
 
-    It is after the last one, every `run.checkpoint_every` iterations, and, if `run.keep_best` is
-    above 0, after every evaluation.
+    It is after the last one, every `run.checkpoint_every` (at least 1) iterations, and, if
+    `run.keep_best` is above 0, after every evaluation.
 
     Args:
         config: The configuration, of which `train.iterations`, `run.checkpoint_every`,
@@ -824,7 +830,8 @@ def _save(this: _Run) -> None:
     Every process calls this. Waits for the previous save; the rest happens in a thread.
 
     Args:
-        this: The run. Its state, its number of iterations and its input hashes are saved.
+        this: The run. Its state and `done` are saved, and as metadata its "fingerprint", its input
+            hashes by name and "evaluation" (None if there is none).
 
     Raises:
         RunError: If the disk refuses, or refused the previous save.
@@ -855,8 +862,8 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
 
     Raises:
         RunError: If the state cannot be saved after an interruption. After a failure, an error of
-            the save is only printed, unless it is the failure itself (the same message). Also if
-            nothing is saved after a failure, and an earlier save, still in progress, fails.
+            the save is raised only if its message is that of `cause`, and otherwise printed. Also
+            if nothing is saved after a failure, and an earlier save, still in progress, fails.
     """
     interrupted = isinstance(cause, KeyboardInterrupt)
     what = "interrupted" if interrupted else "failed"
@@ -891,16 +898,17 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
 def _save_before_after(this: _Run) -> None:
     """Writes `pictures/before-after.png`: images of the base model and of the trained one.
 
-    The trained one is the EMA policy. Clips are shown by their first frames. Every process calls
-    this; the first one writes. Nothing happens if `eval.num_grid_images` is 0.
+    The base has no adapters, not even those of `lora.path`; the trained model is the EMA policy.
+    Clips are shown by their first frames. Every process calls this; the first one writes. Nothing
+    happens if `eval.num_grid_images` is 0.
 
     Args:
         this: The run, whose experiment has the prompts and seeds and whose `state.ema` is the
             trained model.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside JAX, which scores the images too,
-            fails while `reward.on_failure` is "stop".
+        RunError: If the disk refuses, or if a reward outside JAX that marks the images fails while
+            `reward.on_failure` is "stop".
     """
     if not this.config.eval.num_grid_images:
         return
@@ -917,11 +925,11 @@ def _save_before_after(this: _Run) -> None:
 def _summary(this: _Run, interrupted: bool, saved: bool) -> dict[str, Any]:
     """Returns the summary of a run, which `run` returns and the command line prints.
 
-    One process calls it.
+    Any process may call it, without the others.
 
     Args:
-        this: The run. Its metrics have the evaluations; processes other than the first read them
-            from `metrics.jsonl`.
+        this: The run. Its metrics have the evaluations; if they have no rows, as in processes other
+            than the first, `metrics.jsonl` is read.
         interrupted: Whether the run was stopped before its end.
         saved: What "saved" becomes: the result of `_save_after_stop`, or True without a stop.
 

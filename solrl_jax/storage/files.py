@@ -62,7 +62,8 @@ def disk_reason(error: BaseException) -> str | None:
         error: The error that the operation raised.
 
     Returns:
-        The reason or None.
+        The reason or None. For an OSError of any other kind it is the system's text (`strerror`),
+        or if there is none, the first line of the message.
     """
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
@@ -80,16 +81,16 @@ def disk_errors_as_run_errors(path: RunPath, note: Callable[[], str] = str) -> I
     """Turns an error of the disk in the body into a RunError of one line. A context manager and
     decorator.
 
-    Every OSError counts as an error of the disk, so the body must not read the user's input. Other
-    errors pass unchanged, unless `disk_reason` recognizes one.
+    Every OSError, also a StoreError, counts as an error of the disk, so the body must not read the
+    user's input. Other errors pass unchanged, unless `disk_reason` recognizes one.
 
     Args:
         path: The file or directory that the body writes, for the message alone.
-        note: A function without arguments that returns text for the end of the message. It is
-            called only if an error occurs. By default there is no such text.
+        note: A function without arguments that returns text, which is appended to the message as it
+            is. It is called only if an error occurs. By default there is no such text.
 
     Raises:
-        RunError: "REASON while writing PATH", if the disk refused.
+        RunError: "REASON while writing PATH", with the REASON of `disk_reason`.
     """
     try:
         yield
@@ -127,9 +128,9 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
     """Lets the body write a file that appears under its name only when it is complete. A context
     manager.
 
-    The body writes a temporary file beside it. At its end, that file is synced to the disk and
-    renamed. If the body fails, `path` stays as it was, and the temporary file is removed. Only one
-    writer of a path may run at a time.
+    The body writes a temporary file beside it. At its end, that file gets the mode of a new file,
+    is synced to the disk and renamed, and the directory is synced. If the body fails, `path` stays
+    as it was, and the temporary file is removed. Only one writer of a path may run at a time.
 
     Args:
         path: The file to write; a text is a path of this machine, even if it looks like a URL. An
@@ -142,8 +143,8 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
         or, if `path` is in a store, NAME in a temporary directory.
 
     Raises:
-        RunError: If the disk refuses an operation. Every OSError of the body counts as that. Other
-            errors of the body pass unchanged, unless `disk_reason` recognizes one.
+        RunError: If the disk or the store refuses an operation. Every OSError of the body counts as
+            that. Other errors of the body pass unchanged, unless `disk_reason` recognizes one.
     """
     if isinstance(path, StorePath):
         with disk_errors_as_run_errors(path), tempfile.TemporaryDirectory(prefix=STAGING) as folder:
@@ -177,12 +178,12 @@ def atomic_write(path: str | RunPath, data: bytes | str) -> None:
 
     Args:
         path: The file to write; a text is a path of this machine, even if it looks like a URL. An
-            existing file is replaced, or stays as it was if writing fails. Missing parent
-            directories are created.
+            existing file (or a link, not its target) is replaced, or stays as it was if writing
+            fails. Missing parent directories are created.
         data: The content. Text is encoded as UTF-8.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk or the store refuses.
     """
     content = data.encode() if isinstance(data, str) else data
     if isinstance(path, StorePath):
@@ -199,13 +200,14 @@ def atomic_directory(path: RunPath) -> Iterator[Path]:
     context manager.
 
     The body fills a temporary directory beside it, which is renamed at the end. If the body fails,
-    `path` stays as it was, and the temporary directory is removed. The content is not synced to the
-    disk.
+    `path` stays as it was, and the temporary directory is removed; the next call removes one that a
+    killed process left. The content is not synced to the disk.
 
     Args:
         path: The directory to write. An existing directory or file is replaced, and missing parent
             directories are created. If it is a link, only the link is replaced. In a store, which
-            has no rename, the old content is removed before the new one is uploaded file by file.
+            has no rename, the old content is removed before the new one is uploaded file by file,
+            the manifest last; a failed upload leaves the files that it has written.
 
     Yields:
         The path of the empty temporary directory: `.partial-NAME` beside `path`, or, if `path` is
@@ -245,10 +247,10 @@ def refuse_existing(
 
     Args:
         name: The argument that the paths come from, for the message, e.g. "out".
-        paths: The paths that are about to be written.
+        paths: The paths that are about to be written. A link exists even if it leads nowhere.
         force: Whether existing files may be replaced. Devices and pipes never may.
-        folders: Whether the paths may also be directories. If not, an existing directory is an
-            error even with `force`.
+        folders: Whether existing directories are treated as files are, thus may be replaced with
+            `force`. If not, an existing directory is an error even with `force`.
 
     Raises:
         InputError: If a path exists and may not be replaced. The message names it.
@@ -371,8 +373,8 @@ def exclusive_lock(directory: RunPath) -> Iterator[None]:
     directory) ends with the process, even if that is killed. The file stays.
 
     A store has no locks. There, this process takes the directory over: it writes its name to
-    `.lock`, and removes the file at the end if the name is still its own. A process that used the
-    directory before learns of this by `check_owner`.
+    `.lock`, and removes the file at the end if the name is still its own (errors of this removal
+    are ignored). A process that used the directory before learns of this by `check_owner`.
 
     Args:
         directory: The directory. It must exist, except in a store.
@@ -451,8 +453,8 @@ def write_manifest(directory: Path) -> None:
 def find_damage(directory: Path, *, contents: bool = True) -> str | None:
     """Compares a directory with the manifest that `write_manifest` wrote.
 
-    It raises no error for files that cannot be read, or for a missing or damaged manifest: these
-    are differences too.
+    It raises no error: files that cannot be read, links, and a missing or damaged manifest (or
+    directory) are differences too.
 
     Args:
         directory: The directory.
@@ -499,7 +501,7 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
         target: Its final path, on the same file system. An older directory there is replaced, or a
             link (not what it leads to, which may be missing); for a moment, neither has the name.
         replaced: A path beside `target`, not in use, to which the older directory is moved before
-            it is removed.
+            it is removed. It stays there if the directory cannot be renamed to `target`.
 
     Raises:
         OSError: If a rename or the sync fails.
@@ -568,7 +570,7 @@ def upload_directory(source: Path, target: StorePath, *, without: Collection[str
     """Uploads all files below a directory to a store, the manifest last if there is one.
 
     Args:
-        source: The directory. Links to directories are not followed.
+        source: The directory. Links to files are followed, links to directories are left out.
         target: The path below which the files are written. Files of the same names are replaced,
             and others stay.
         without: Names of files, relative to the directory, that are left out.
@@ -602,12 +604,12 @@ def download_directory(source: StorePath, target: Path) -> list[str]:
 
 
 def remove_directory(path: RunPath) -> None:
-    """Removes a directory with its content, in such a way that what a kill leaves of it does not
-    count.
+    """Removes a directory with its content. A kill does not leave a part that looks complete under
+    its name.
 
     On a disk the directory is renamed to `.removing-NAME` first, in place of an older one of that
     name; of a link, only the link is removed. A store has no rename: there the manifest is removed
-    first, without which the rest does not count.
+    first, and readers ignore a directory without one.
 
     Args:
         path: The directory. On a disk it must exist, unless its name is `.removing-NAME` already.

@@ -53,10 +53,11 @@ def snapshot(
 
     Args:
         name: The repository, OWNER/NAME.
-        files: A function without arguments that returns the paths of the files in the repository.
-            It is called in any case, also without a network. It may ask the hub; its errors become
-            the InputError below, even if the cache has the files.
-        what: The beginning of the error message, e.g. the configuration field and its value.
+        files: A function without arguments that returns the exact paths (not patterns) of the files
+            in the repository. It is called in any case, also without a network. It may ask the hub;
+            its errors become the InputError below, even if the cache has the files.
+        what: The subject of the error message, "WHAT cannot be downloaded ...", e.g. the
+            configuration field and its value.
         remedy: Text that is appended to the error message as it is, e.g. "; log in".
         repo_type: The kind of the repository, "model" or "dataset".
 
@@ -81,12 +82,14 @@ def unavailable(what: str, error: Exception, remedy: str = "") -> InputError:
     """Returns (does not raise) the error for a repository that the hub's client could not provide.
 
     Args:
-        what: The beginning of the message, e.g. the configuration field and its value.
-        error: What the client raised. The first line of its message is given as the reason.
+        what: The subject of the message, e.g. the configuration field and its value.
+        error: What the client raised. The first line of its message is given as the REASON.
         remedy: Text that is appended to the message as it is, e.g. "; log in".
 
     Returns:
-        The error with a message of one line, to be raised.
+        The error, to be raised. Its message is the line "WHAT cannot be downloaded from the Hub:
+        REASON" and the remedy; "(VARIABLE is set)" precedes the colon if `offline_variable` names
+        one.
     """
     variable = offline_variable()
     state = f" ({variable} is set)" if variable else ""
@@ -125,7 +128,7 @@ def check_login(name: str) -> None:
 
     Raises:
         InputError: If the user is not logged in, the hub cannot be reached, or HF_HUB_OFFLINE or
-            TRANSFORMERS_OFFLINE is set.
+            TRANSFORMERS_OFFLINE forbids asking it (`offline_variable`).
     """
     from huggingface_hub import HfApi
 
@@ -205,8 +208,8 @@ def offline_variable() -> str | None:
 
 
 def is_carried(path: Path) -> bool:
-    """Whether a path lies in the directory of released configurations that this package carries
-    (`CARRIED`).
+    """Whether a path is, or lies in, the package's directory of configurations of released models,
+    which are there without weights and vocabularies (`CARRIED`).
 
     Args:
         path: The path. It need not exist. Links and ".." are not resolved.

@@ -154,8 +154,8 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_fin
 
     Raises:
         ValueError: If the text is no JSON, repeats a key in an object, has a value inside 32
-            (`DEPTH`) or more lists and objects, or has more than 2**21 opening brackets
-            (`MOST_NESTED`); or if `number` refuses.
+            (`DEPTH`) or more lists and objects, or has more than 2**21 (`MOST_NESTED`) opening
+            brackets, also inside strings; or if `number` refuses.
     """
     if isinstance(text, bytes):
         num_nested = text.count(b"[") + text.count(b"{")
@@ -195,7 +195,8 @@ def to_strict_json(value: Any) -> Any:
 
     Args:
         value: Nested dictionaries, lists, tuples and plain values. It is not changed. Values of
-            other types and keys of dictionaries are taken over as they are.
+            other types (also NumPy's arrays and float32 scalars) and keys of dictionaries are taken
+            over as they are.
 
     Returns:
         The copy.
@@ -244,7 +245,8 @@ def is_number(text: str) -> bool:
 
 
 class _PlainLoader(yaml.SafeLoader):
-    """A SafeLoader of PyYAML that refuses tags, aliases, repeated keys and deep nesting.
+    """A SafeLoader of PyYAML that refuses tags, aliases, repeated keys and deep nesting, and reads
+    octal and base-60 numbers as text.
 
     Aliases are refused because a short text with aliases can stand for a giant value.
 

@@ -31,7 +31,8 @@ _URL = re.compile(r"(\w+):/+(.*)", re.DOTALL)
 
 
 class StoreError(OSError, RunError):
-    """A store refused a request, or cannot be reached. The message is "URL: REASON", in one line.
+    """A store refused a request, or cannot be reached. The message is "URL: REASON", in one line;
+    `strerror` is REASON.
 
     It is an OSError, so that a store that refuses is handled like a disk that does. It is a
     RunError, so that a command reports it in one line wherever it is raised.
@@ -52,13 +53,13 @@ class StoreError(OSError, RunError):
 class StorePath:
     """A path in an object store: an object, or the beginning of the names of several.
 
-    It has no `__fspath__`, so functions for files of this machine refuse it with a TypeError. All
-    methods that ask the store raise StoreError if it refuses or cannot be reached, and InputError
-    if the package that reads it is not installed. Creating paths and joining them by `/` asks
-    nothing.
+    It has no `__fspath__`, so functions for files of this machine refuse it with a TypeError; `str`
+    gives its URL. All methods that ask the store raise StoreError if it refuses or cannot be
+    reached, and InputError if the package that reads it is not installed. A FileNotFoundError of a
+    method is no StoreError. Creating paths and joining them by `/` asks nothing.
 
     Attributes:
-        scheme: The store, a key of `PACKAGES`.
+        scheme: The store, "gs" or "s3" (a key of `PACKAGES`).
         key: The bucket and the name in it, e.g. `bucket/runs/a`.
     """
 
@@ -125,7 +126,7 @@ class StorePath:
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there are objects below this path."""
+        """Whether there are objects below this path, but none of exactly this name."""
         return self._kind() == "directory"
 
     def exists(self) -> bool:
@@ -133,11 +134,12 @@ class StorePath:
         return self._kind() is not None
 
     def iterdir(self) -> Iterator["StorePath"]:
-        """Yields the paths directly below this one, in the order of their names: objects, and paths
-        with objects below them.
+        """Yields the paths directly below this one, sorted by name: objects (but not that of
+        `mkdir`), and paths with objects below them.
 
         Raises:
-            FileNotFoundError: If there is no object below this path.
+            FileNotFoundError: When the first path is asked for, if there is no object of this name
+                or below it.
         """
         with self._requests():
             entries = _client(self.scheme).ls(str(self.key), detail=False)
@@ -180,10 +182,10 @@ class StorePath:
         }
 
     def size(self) -> int:
-        """Returns the size of the object in bytes.
+        """Returns the size of the object in bytes; 0 if there are only objects below this path.
 
         Raises:
-            FileNotFoundError: If there is no such object.
+            FileNotFoundError: If there is neither.
         """
         with self._requests():
             return int(_client(self.scheme).info(str(self.key))["size"])
@@ -259,7 +261,7 @@ class StorePath:
             _client(self.scheme).rm_file(str(self.key))
 
     def remove_all(self, first: str) -> None:
-        """Removes all objects below this path (those of `files`).
+        """Removes all objects below this path (those of `files`; the one of `mkdir` stays).
 
         Args:
             first: The name, relative to this path, of the object that is removed before all others.
@@ -281,7 +283,8 @@ class StorePath:
         same names are replaced.
 
         Args:
-            target: The path below which the copies are made, in the same store.
+            target: The path below which the copies are made, with the same scheme; the bucket may
+                be another one.
             last: The name, relative to this path, of the object that is copied after all others.
                 There need not be one.
 
@@ -309,18 +312,19 @@ class StorePath:
 
         Args:
             target: The file to write. An existing one is replaced, and missing parent directories
-                are created. A disk that refuses the file is a StoreError too.
+                are created. A failed download may leave a part of the file.
 
         Raises:
             FileNotFoundError: If there is no such object.
+            OSError: If a directory cannot be created. A disk that refuses the file is a StoreError.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._requests():
             _client(self.scheme).get_file(str(self.key), str(target))
 
     def _kind(self) -> str | None:
-        """Returns "file" for an object of this name, "directory" if there are objects below this
-        path, or None if there is neither.
+        """Returns "file" if there is an object of this name, otherwise "directory" if there are
+        objects below this path, or None if there is neither.
         """
         try:
             with self._requests():
@@ -330,11 +334,12 @@ class StorePath:
 
     @contextlib.contextmanager
     def _requests(self) -> Iterator[None]:
-        """Turns whatever a client raises in the body into a StoreError.
+        """Turns whatever a client raises in the body into a StoreError. A context manager.
+
+        FileNotFoundError and InputError (by which `_client` says that a package is missing) pass
+        unchanged, and so does a StoreError.
 
         Raises:
-            FileNotFoundError: If the client raised it.
-            InputError: If the package that reads the store is not installed.
             StoreError: If the body raised another Exception.
         """
         try:
@@ -365,8 +370,8 @@ def run_path(path: str | Path | StorePath) -> RunPath:
     """Returns the path of a run directory. Nothing is read.
 
     Args:
-        path: A path of this machine, or the URL of a store (gs:// or s3://; any other text is a
-            path). A `pathlib.Path` of a URL, which has lost one of its slashes, counts as the URL.
+        path: A path of this machine, in which "~" is not expanded, or the URL of a store (gs:// or
+            s3://). With one slash, as in a `pathlib.Path` of a URL, it counts as the URL too.
 
     Raises:
         InputError: If the URL has no bucket.
@@ -393,8 +398,8 @@ def check_run_dir(text: str) -> str:
         The text. A slash at the end of a URL is removed.
 
     Raises:
-        ValueError: If the text is another URL, one without a bucket and a directory in it, or one
-            in which a part of the path is empty, "." or "..".
+        ValueError: If the text is a URL (SCHEME://...) of another scheme, one without a bucket and
+            a directory in it, or one in which a part of the path is empty, "." or "..".
     """
     scheme, separator, rest = text.partition("://")
     if not separator or "/" in scheme:

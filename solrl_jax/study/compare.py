@@ -36,24 +36,23 @@ class Course:
 
     Attributes:
         seed: The seed of the run.
-        iterations: The iteration of each evaluation, ascending: 0, every `eval.every` iterations,
-            and the last one.
+        iterations: The iteration after which each evaluation was made, ascending: 0 (before
+            training), every `eval.every` iterations, and the last one.
         cost: The cost of the run up to each evaluation, in seconds of counted work (`study.cost`);
             0 at the first. NaN from an iteration on whose number format has no price.
-        scores: The held-out scores at each evaluation by name, "reward" first. NaN where a score
-            was not finite.
+        scores: The held-out scores at each evaluation, float [e], by name, "reward" first. NaN
+            where a score was not finite.
         network_evaluations: The number of network evaluations for exploration and regeneration in
             the whole run.
-        fidelity: How well the cheap (explored) reward ranks candidates, for each iteration, by the
-            name of the measure. "spearman": its rank correlation with the regenerated reward.
-            "best" and "worst": the mean rank by the regenerated reward (1 is the best) of the
-            better and the worse half of the kept candidates by the explored one. Empty for a run
-            that does not regenerate.
+        fidelity: How well the cheap (explored) reward ranks the kept candidates of a prompt, for
+            each iteration, by the name of the measure. "spearman": its rank correlation with the
+            regenerated reward. "best" and "worst": the mean rank by the regenerated reward (1 is
+            the best) of the better and the worse half by the explored one (`true_ranks`). Empty for
+            a run that does not regenerate.
         watched: The names in `scores` of those that the configuration names in `reward.eval_only`,
             which are not trained on.
         trained: The held-out scores that the run trains on, at each evaluation by name, NaN where
-            one is unknown. If there is a single one, it is not in `scores`, which has it as
-            "reward".
+            one is unknown. Several are also in `scores`; a single one is there as "reward" alone.
     """
 
     seed: int
@@ -92,7 +91,7 @@ def read_course(run: Run, prices: Prices) -> Course:
 
     Args:
         run: The run, trained and evaluated to the end. Its settings are read from the `config.yaml`
-            in its directory, which has the number of prompts that it took.
+            in its directory, whose numbers of prompts were reduced to those of its prompt sets.
         prices: The seconds of each kind of work.
 
     Returns:
@@ -193,9 +192,10 @@ def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
     gives (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a random one gives (K + 1) / 2 twice.
 
     Args:
-        table: The ledger of an iteration, whose rows are grouped by prompt, with the columns
-            "proxy_reward" and "regenerated_reward". Rows where either is missing or not finite are
-            left out of the halves, which overlap if fewer than K rows of a prompt remain.
+        table: The ledger of an iteration (a pyarrow table), whose rows are grouped by prompt, with
+            the columns "proxy_reward" and "regenerated_reward". True ranks count all rows with a
+            finite regenerated reward. The halves are the K/2 best and the K/2 worst of the rows
+            where both rewards are finite, and overlap if these are fewer than K.
         candidates: The number of candidates per prompt.
         kept: The number K of kept candidates per prompt. If it is odd, the halves are rounded down.
 
@@ -234,7 +234,7 @@ def compare(
         * "iterations": the number of the last iteration;
         * "scores": by name, the estimate of each score at the end;
         * "gain": the estimate of the last reward minus the first;
-        * "cost": the mean cost of a run;
+        * "cost": the mean cost of a run, a float;
         * "network_evaluations": their number in the first run;
         * "at_equal_cost": a dict: "cost", that of the cheapest run of all arms, and "reward", the
           estimate of the reward at that cost;
@@ -247,8 +247,9 @@ def compare(
         * "arm" and "against": the names of the arm and of the other arm;
         * "seeds": the list of seeds that both have; without any, all figures are NaN;
         * "final": the estimate of the arm's last reward minus the other's;
-        * "final_share": that estimate divided by the other's mean last reward, also a pair;
-        * "cost_share": the mean over seeds of the arm's cost divided by the other's;
+        * "final_share": the estimate of the same differences, each divided by the other's mean last
+          reward over these seeds (whose own error is not counted);
+        * "cost_share": the mean over seeds of the arm's cost divided by the other's, a float;
         * "at_equal_cost": a dict: "cost", that of the cheapest run of both with these seeds, and
           "reward", the estimate of the arm's reward minus the other's at that cost;
         * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
@@ -283,7 +284,7 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
           * "iterations": the number of the last one;
           * "scores": by name, the estimate of each held-out score at the end;
           * "gain": the estimate of the last reward minus the first;
-          * "cost": the mean cost of a run in seconds of counted work;
+          * "cost": the mean cost of a run in seconds of counted work, a float;
           * "network_evaluations": their number in the first run;
           * "at_equal_cost": {"cost": `common_cost`, "reward": the estimate of the reward there};
           * "fidelity": by the name of a measure ("spearman", "best", "worst"), {"first": ...,
@@ -331,8 +332,9 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
         A dict with the keys:
           * "seeds": the list of common seeds;
           * "final": the estimate of the arm's last held-out reward minus the other's;
-          * "final_share": that estimate divided by the other's mean last reward, also a pair;
-          * "cost_share": the mean over seeds of the arm's cost divided by the other's;
+          * "final_share": the estimate of the same differences, each divided by the other's mean
+            last reward over these seeds (whose own error is not counted);
+          * "cost_share": the mean over seeds of the arm's cost divided by the other's, a float;
           * "at_equal_cost": {"cost": the cost of the cheapest of these runs, "reward": the estimate
             of the arm's reward minus the other's there};
           * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
@@ -372,7 +374,8 @@ def estimate(values: Sequence[float]) -> Estimate:
     """Returns the mean of one value per seed, and its standard error.
 
     Args:
-        values: The values. NaN values are left out of the mean, but make the standard error NaN.
+        values: The values. Non-finite ones are left out of the mean, but make the standard error
+            NaN.
 
     Returns:
         The mean, NaN if there is no value; and the standard deviation (with n - 1) divided by the
@@ -388,7 +391,7 @@ def reward_at_cost(course: Course, cost: float) -> float:
 
     Args:
         course: The run, of which the costs and rewards at its evaluations are used. The reward is
-            interpolated linearly between them.
+            interpolated linearly between them, and NaN next to an unknown one.
         cost: The cost in seconds of counted work. Beyond the last known cost of the run, or if
             it is NaN, the result is NaN.
     """
@@ -398,9 +401,9 @@ def reward_at_cost(course: Course, cost: float) -> float:
 def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
     """Returns how many times faster one arm reaches a reward than another one.
 
-    The reward to reach is the second arm's first held-out reward plus `part` of its gain over
-    training. Costs are read off the mean curves over seeds (reward over cost). The standard error
-    is the jackknife's, which leaves out one seed after another.
+    The reward to reach is the second arm's first held-out reward plus `part` of its gain (the last
+    reward minus the first). Rewards and costs are those of the mean curves over seeds (reward over
+    cost). The standard error is the jackknife's, which leaves out one seed after another.
 
     Args:
         pairs: Pairs of a run of the first arm and the run of the second arm with the same seed. All

@@ -33,11 +33,12 @@ class Prices:
             number format, e.g. "bf16" and "nvfp4". Other formats have no price.
         scored: The seconds to decode and score one image.
         trained: The seconds of one training term: the loss of one image at one noise level, which
-            takes three predictions of the network and a gradient.
+            takes three predictions (of the trained, the old and the reference policy) and a
+            gradient.
         synced: The seconds to make the low-precision copy of the policy for exploration (merge its
             adapters and quantize it), once per iteration.
         differentiated: The seconds of one gradient of the reward of one image. None: four times
-            `scored`, as compiled for FLUX.1 and PickScore on an H200 (4.1 times).
+            `scored` (the roofline of FLUX.1 with PickScore on an H200 has 4.1 times).
     """
 
     name: str
@@ -54,10 +55,10 @@ class Prices:
 
         Counted are exploration, regeneration, the decoding and scoring of both, the gradients of
         the reward (for objectives that train on them), the update (priced as that of adapters) and,
-        if exploration has a precision of its own, the sync. Exploring steps in the training
-        precision (`rollout.explore.exact_steps`) have its price, and regeneration does not take
-        those again that it continues from. `algorithm.kl_fraction` below 1 saves predictions of the
-        reference, and `algorithm.kl_coef` 0 saves them all with most objectives
+        if `precision` is not `rollout.precision`, the sync. The first `rollout.explore.exact_steps`
+        exploring steps are priced in `rollout.precision`, and regeneration takes `rollout.num_steps
+        - continued` steps. Only the fraction `algorithm.kl_fraction` of the training terms takes a
+        prediction of the reference, and with `algorithm.kl_coef` 0 and most objectives none does
         (`_skips_reference`). Left out are text encoders, classifier-free guidance,
         `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`. The image
         size is that of the plan which the prices come from.
@@ -67,7 +68,8 @@ class Prices:
                 candidates, regeneration steps and training terms are read.
             precision: The number format that the iteration explores in, a key of
                 `quant.formats.FORMATS`.
-            steps: The number of exploring steps per candidate, above `rollout.explore.exact_steps`.
+            steps: The number of all exploring steps per candidate, the exact ones included. It must
+                be larger than `rollout.explore.exact_steps`.
             continued: The number of steps that regeneration took over from exploration. None: the
                 number that the configuration gives (`continued_steps`), as if no state were
                 recorded.
@@ -139,7 +141,7 @@ def count_network_evaluations(
         config: The configuration, from which the numbers of prompts, candidates, kept candidates
             and regeneration steps are read. Without regeneration only exploration counts.
         precision: The format that the iteration explores in, a key of `quant.formats.FORMATS`.
-        steps: The number of exploring steps per candidate.
+        steps: The number of all exploring steps per candidate, in both precisions.
         continued: The number of steps that regeneration took over from exploration. None: the
             number that the configuration gives (`continued_steps`), as if no state were recorded.
 
@@ -162,14 +164,18 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     preset's numbers of samples, steps and training terms, so the plan must not have been made with
     overrides of these numbers. Only `objective=NAME` is allowed for an objective on reward
     gradients, whose phase "targets" gives the price of a gradient of the reward. If the plan is for
-    several devices, the prices are those of all of them together.
+    several devices, the prices are the seconds that all of them take together on the work.
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
             "device", "objective" (its name), "exploration" (a text whose first word is the number
-            format) and "phases" (a list of dicts with "name" and "seconds"). Without a phase "sync"
-            its price is 0. If exploration has the training precision, its price is that of
-            regeneration.
+            format) and "phases" (a list of dicts with "name" and "seconds"): "explore",
+            "regenerate", "score", "update", and possibly "sync" and "targets". Without "sync" or
+            "score" that price is 0. If exploration has the training precision, this has the price
+            of regeneration.
+
+    Returns:
+        The prices, whose name is that of the preset's model (`model.name`) and the device.
 
     Raises:
         ConfigError: If there is no such preset.

@@ -30,7 +30,8 @@ def write(
 ) -> None:
     """Writes the results of a study to `study.json`, `study.png` and `study.md`, in this order.
 
-    Existing files are replaced. Numbers that are not finite become null in `study.json`.
+    Existing files are replaced, each as a whole. Numbers that are not finite become null in
+    `study.json`.
 
     Args:
         folder: The directory of the study. It is created if necessary.
@@ -53,7 +54,8 @@ def refuse_foreign(folder: Path, logs: Iterable[Path] = ()) -> None:
 
     Args:
         folder: The directory of the study, whose `study.json`, `study.md` and `study.png` are
-            replaced. If its `study.json` is that of a study, everything is accepted.
+            replaced. If its `study.json` is that of a study (its "plan" has a "name"), everything
+            is accepted.
         logs: Further files that are replaced: the logs of runs. They are not checked if the
             directory has a file `.lock`, because a study has then trained there.
 
@@ -221,7 +223,7 @@ def format_estimate(value: Estimate | None, sign: str = "", digits: int = 3) -> 
 
 
 def format_number(value: float) -> str:
-    """Returns a number as text with three significant digits, e.g. "0.123" or "1.23e+04".
+    """Returns a number as text with up to three significant digits, e.g. "0.5" or "1.23e+04".
 
     Args:
         value: The number. NaN gives "–".
@@ -235,9 +237,10 @@ def draw(
     """Draws the curves of a study as one figure.
 
     It has panels of reward over cost and over iterations, of each watched score over cost (also of
-    arms that train on it), of rank fidelity (if an arm regenerates), and of each swept setting (if
-    an arm of it is finished). Curves are means over seeds, with a band of one standard error if
-    there are several; a curve over cost takes the costs of the arm's first run.
+    arms that train on it), of the fidelity "spearman" over iterations (if an arm regenerates), and
+    of the last reward over the values of each swept setting (if an arm of it is finished). Curves
+    are means over seeds, with a band of one standard error if there are several (bars in the last
+    panels); a curve over cost takes the costs of the arm's first run.
 
     Args:
         path: The PNG file to write. It is replaced if it exists.

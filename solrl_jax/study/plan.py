@@ -34,8 +34,8 @@ class Quick(Section):
     Attributes:
         seeds: The seeds of every arm, from 0 to 2**31 - 1, at least one and no two equal, in place
             of the plan's.
-        overrides: Overrides `key=value` of every arm. They win over the overrides of the plan and
-            of the arm.
+        overrides: A list of overrides `key=value` of every arm. They win over the overrides of the
+            plan and of the arm.
     """
 
     # The seeds of every arm.
@@ -46,13 +46,15 @@ class Quick(Section):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(Section):
-    """The arms of a study and their comparisons. All fields are required.
+    """The arms of a study and their comparisons. All fields are required. A ConfigError is raised
+    for names of arms that are not in `arms`, an arm compared with itself, repeated seeds, and more
+    than `MAX_RUNS` (1000) runs of the study or its quick version.
 
     Attributes:
         what: One sentence about the study, for its page.
         preset: The name of the preset that all arms start from.
-        overrides: Overrides `key=value` of every arm.
-        arms: By the name of each arm, at least one, its further overrides, which win over
+        overrides: A list of overrides `key=value` of every arm.
+        arms: By the name of each arm, at least one, a list of its further overrides, which win over
             `overrides`. A name has up to 60 ASCII letters, digits, "_", "." and "-", of which the
             first is a letter or digit.
         seeds: The seeds that every arm is trained with, from 0 to 2**31 - 1, at least one and no
@@ -114,7 +116,7 @@ class Run:
         arm: The name of the arm.
         config: The resolved configuration, with the seed and the run directory.
         arguments: The preset and the overrides `key=value`, as `solrl train` takes them. The last
-            two set the seed and the run directory.
+            two are `seed=` and `run.dir=`.
     """
 
     arm: str
@@ -151,8 +153,8 @@ def read_plan(name: str) -> Plan:
     Raises:
         InputError: If there is no such plan, or the file cannot be read as YAML, e.g. because it
             has more than 64 KiB.
-        ConfigError: If the file is not a plan. The message names all problems, but only the first
-            one of those that `Plan` finds between fields.
+        ConfigError: If the file is not a plan. The message names all invalid fields, or, if there
+            are none, the first problem between fields.
     """
     path = _CARRIED / f"{name}.yaml" if name in plan_names() else Path(name)
     try:

@@ -46,8 +46,8 @@ def finished(run: Run) -> bool:
 
     Raises:
         InputError: If the `config.yaml` in the directory, or a prompt set, cannot be read.
-        ConfigError: If that file is no valid configuration, or if no number of prompts up to those
-            of the training set agrees with the other settings of `run.config`.
+        ConfigError: If that file is no valid configuration, or if `run.config` is invalid with
+            every number of prompts up to that of the training set.
     """
     if not is_run(run.folder):
         return False
@@ -64,15 +64,16 @@ def _with_available_prompts(config: Config) -> Config:
     """Returns a configuration with `train.num_prompts` and `eval.num_prompts` reduced to the
     numbers that its prompt sets have, as a run reduces them when it starts.
 
-    Sets of the hub are downloaded unless they are in its cache.
+    If a smaller `train.num_prompts` is needed, it is the largest one with which the configuration
+    is valid. Sets of the hub are downloaded unless they are in its cache.
 
     Args:
         config: The configuration of a run, which is returned itself if nothing is reduced.
 
     Raises:
         InputError: If a prompt set cannot be read.
-        ConfigError: If no number of prompts up to those of the training set agrees with the other
-            settings.
+        ConfigError: If the configuration is invalid with every number of prompts up to that of the
+            training set.
     """
     train_prompts, test_prompts = load_prompt_sets(config)
     return fit_prompt_counts(config, len(train_prompts), len(test_prompts))[0]
@@ -94,8 +95,9 @@ def train(
         processes: The number of runs that train at once, at least 1. They share the threads of the
             CPU equally.
         say: Called in this thread with one line of progress at a time: how many runs are finished
-            at the start (if any), and then one line for each run that ends. An error that it raises
-            stops the runs as Ctrl-C does, and is raised again.
+            at the start (if any), and then for each run that ends its name with its first and last
+            reward, or why it failed. An error that it raises stops the runs as Ctrl-C does, and is
+            raised again.
 
     Returns:
         For each run that failed, by its name ARM-SEED, one line that says why. The other runs are
@@ -104,11 +106,11 @@ def train(
     Raises:
         InputError: If the configuration of an existing run directory, or the prompt sets of a run
             whose directory has another configuration, cannot be read.
-        ConfigError: If the configuration of an existing run directory is invalid, or if no number
-            of prompts that there are agrees with the other settings of its run.
+        ConfigError: If the configuration of an existing run directory is invalid, or if that of its
+            run is invalid with every number of prompts up to that of the training set.
         RunError: If the log of a run cannot be created, or its process cannot be started. No other
-            run is started, and those that train are stopped, and save their last complete
-            iteration.
+            run is started, and those that train are stopped, save their last complete iteration,
+            and are waited for.
         KeyboardInterrupt: After Ctrl-C. The runs are stopped in the same way.
     """
     waiting = [run for run in runs if not finished(run)]
@@ -153,6 +155,9 @@ class _Children:
 
         Returns:
             The process; None if `stop` has been called. Then none is started.
+
+        Raises:
+            OSError: If the process cannot be started.
         """
         with self._lock:
             if self._is_stopped:

@@ -30,14 +30,16 @@ def summarize(
         A tuple: the content of `study.json`, and the courses of the finished runs by arm (an empty
         list for an arm without any). The content is a dict with the keys:
           * "plan": a dict with "name", "what", "preset", "arms" (by the name of each, the list of
-            all its overrides but those of the seed and the directory) and "seeds" (a list);
+            all overrides of its runs but those of the seed and the directory) and "seeds" (the
+            sorted list of those of `runs`);
           * "setting": texts by name: "evaluation", "cost" and "trained on";
           * "prices": the fields of `prices`;
           * "arms" and "compared": the two results of `compare.compare`, estimates of each arm by
             its name and a list of those of each pair;
           * "missing": by the name of each run that is not finished, the reason;
-          * "runs": by the name of each finished run, lists of numbers: "iterations", "cost" and
-            each score at its evaluations, and each measure of fidelity in its iterations.
+          * "runs": by the name of each finished run, a dict of lists: "iterations", "cost" and each
+            name in `Course.scores` at its evaluations, and each measure of fidelity ("spearman",
+            "best", "worst") in its iterations.
         Unknown numbers are NaN.
 
     Raises:
@@ -91,11 +93,11 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
         prices: The seconds of each kind of work.
 
     Returns:
-        A dict of three texts. "evaluation": how held-out rewards were measured. "trained on": the
-        devices and the versions of JAX and Python. If runs differ in these, their descriptions are
-        joined by semicolons. "unknown" stands for an entry that a `run.json` lacks, or for each if
-        there is no such file. Without runs, both texts are "no run is finished". "cost": the
-        prices.
+        A dict of three texts. "cost": the prices. "evaluation": how held-out rewards were measured.
+        "trained on": the devices and the versions of JAX and Python. For the latter two, the texts
+        of runs that differ are joined by semicolons, "unknown" stands for an entry that a
+        `run.json` lacks, or for each if there is no such file, and the whole text is "no run is
+        finished" without runs.
 
     Raises:
         InputError: If the `run.json` of a run is damaged.
@@ -136,7 +138,7 @@ def sweeps(plan: Plan, runs: Sequence[Run]) -> dict[str, list[tuple[Any, str]]]:
 
     Returns:
         For each setting, by its dotted name, pairs (value of the setting, name of the arm that has
-        it), in the order in which the plan names the arms.
+        it), in the order of the arms in the field `sweeps`.
     """
     configs = {run.arm: run.config for run in runs}
 

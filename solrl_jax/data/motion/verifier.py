@@ -32,8 +32,8 @@ _ACROSS_STRICT = 2.5
 # Distance of any frame of an object that stays still from the first one.
 _STILL_RAMP = (4.0, 0.5)
 _STILL_STRICT = 1.5
-# Every step between two frames must be at least this share of the mean step, so that a jump between
-# two positions is no motion.
+# Every step between two frames must be more than this share of the mean step, so that a jump
+# between two positions is no motion.
 _STEADY_STRICT = 0.2
 _STEADY_RAMP = (-0.4, 0.6)
 
@@ -45,8 +45,9 @@ class ClipTargets:
     pytree.
 
     Attributes:
-        objects: The object, as the `data.shapes.verifier.Targets` of the caption "a COLOR SHAPE":
-            it is the first group, whose size is -1 (any), and the second group is absent.
+        objects: The object, as the `data.shapes.verifier.Targets` of the caption "a COLOR SHAPE".
+            Of the two groups of objects there, the first is this one object, of any size (-1), and
+            the second has count 0.
         motion: Index into `scenes.MOTIONS`, int32.
     """
 
@@ -94,7 +95,8 @@ def verify(clips: Float[Array, "n t h w 3"], targets: ClipTargets) -> ClipVerdic
 
     The score is 0.6 times the mean score of the frames, judged as images of the object, plus 0.4
     times how well the largest object of each frame moves as the caption says. The second term is
-    multiplied by the presence of this object, in [0, 1], in the frame where it is least.
+    multiplied by the smallest presence of this object in a frame, whatever its color: about 0 if it
+    is too small for an object, and 1 if it is large enough.
 
     Args:
         clips: Finite RGB in [0, 1], of any floating-point dtype and size. Thresholds of areas and
@@ -136,9 +138,9 @@ def _judge_motion(
 
     It moves in a direction if it covers more than 6 pixels along it from the first to the last
     frame, is always less than 2.5 pixels beside the line in this direction through its first
-    position, and every step along it is more than a fifth of the mean step. It stays still if it is
-    always less than 1.5 pixels from its first position. How well it moves is the product of soft
-    ramps (`verifier.ramp`) of the same measures.
+    position, and every step along it is more than a fifth of the mean step along it (counted as at
+    least 0.25 pixels). It stays still if it is always less than 1.5 pixels from its first position.
+    How well it moves is the product of soft ramps (`verifier.ramp`) of the same measures.
 
     Args:
         centroid: (x, y) of the centroid of the object in each of two or more frames, in pixels of a

@@ -18,9 +18,10 @@ def label_components(pixel_color: Int[Array, "h w"]) -> Int[Array, "h w"]:
     """Labels each 4-connected component of equal color.
 
     The label of a component is the largest flat index (`row * w + column`) of its pixels. Labels
-    spread in a fixed number of rounds (4 in an image 32 wide, one more for each doubling of the
-    longer side), so a component with very long winding arms may stay in several pieces, each with a
-    label of its own.
+    spread in a fixed number of rounds: 4 up to a longer side of 32, and one more for each further
+    doubling, rounded up. A round takes over the labels of neighbors and follows chains of labels
+    (pointer jumping). A component with very long winding arms may still stay in several pieces,
+    each with a label of its own.
 
     Args:
         pixel_color: The index of each pixel's color, -1 for the background. The background is
@@ -59,7 +60,7 @@ def largest_components(
 
     Returns:
         Areas in pixels and labels, int32 [k] each. If the image has fewer components, the further
-        areas are 0 or less, and their labels have no meaning.
+        areas are 0 (-1 for a count beyond the number of pixels), and their labels have no meaning.
     """
     counts = covered.ravel().astype(jnp.int32)
     remaining = jnp.zeros(labels.size, jnp.int32).at[labels.ravel()].add(counts)

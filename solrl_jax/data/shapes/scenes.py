@@ -134,8 +134,8 @@ def parse(text: str) -> Scene:
             "one" means "a".
 
     Raises:
-        ValueError: If the caption does not follow the grammar, or its groups break a rule of
-            `Scene`. The message quotes the caption and the grammar.
+        ValueError: If the caption does not follow `GRAMMAR`, or its groups break a rule of `Scene`.
+            The message quotes the caption and the grammar.
     """
     normal = " ".join(text.lower().split())
     try:

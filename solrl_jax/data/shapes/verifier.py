@@ -106,7 +106,8 @@ class Detections(NamedTuple):
         shape: Index into `scenes.SHAPES`; -1 also for an object without a clear shape.
         size: Index into `scenes.SIZES`.
         center: (x, y) of the center of the bounding box in scaled pixels, with y growing downwards.
-        diameter: Side of the square bounding box in scaled pixels.
+        diameter: Side of this box in scaled pixels. It is a square around the ideal shape of the
+            component's area, not around its pixels.
     """
 
     color: Int[Array, "*n k"]
@@ -117,7 +118,7 @@ class Detections(NamedTuple):
 
 
 class Components(NamedTuple):
-    """Measurements of the k = 8 largest components of one image, the largest first.
+    """Measurements of the k = 8 largest components of one image, the largest `area` first.
 
     A component is a connected set of pixels of one color. Its cover of a pixel, in [0, 1], is the
     share of the pixel that it fills, seen from the pixel's mixture of the color and the
@@ -127,15 +128,17 @@ class Components(NamedTuple):
 
     Attributes:
         area: The number of pixels with a cover above one half.
-        present: Whether the component is large enough to be an object, as a soft value in [0, 1].
+        present: Whether the component is large enough to be an object, soft (`ramp`), in [0, 1].
         color: Whether the component has each color of `scenes.COLORS`, soft, in [0, 1].
-        color_distance: Distance from each color, in RGB with channels in [0, 1].
+        color_distance: Distance of the component's color at full cover, fitted to all of its
+            pixels, from each color, in RGB with channels in [0, 1].
         peak: Cover of the most covered pixel, in [0, 1].
         iou: Intersection over union with an ideal circle, square and triangle (`scenes.SHAPES`).
         shape: Whether the component has each shape, soft, in [0, 1].
-        diameter: Side of the bounding box, which is a square.
+        diameter: Side of the bounding box, a square around the ideal shape of the component's area.
         center: (x, y) of the center of the bounding box.
-        centroid: (x, y) of the centroid of the pixels, which depends on no choice of a shape.
+        centroid: (x, y) of the centroid of the pixels, weighted by cover. It depends on no choice
+            of a shape.
         specks: Area of all components that are no objects: those of fewer than 8 pixels, and those
             that are not among the k largest.
     """
@@ -160,11 +163,11 @@ def parse_targets(captions: Sequence[str]) -> Targets:
         captions: n captions; n may be 0.
 
     Returns:
-        `Targets` with one row per caption: int32 [n, 2] for each field of its two groups, and int32
-        [n] for the relation.
+        `Targets` of JAX arrays with one row per caption: int32 [n, 2] for each field of its two
+        groups, and int32 [n] for the relation.
 
     Raises:
-        ValueError: If a caption does not follow the grammar of `scenes`.
+        ValueError: If `scenes.parse` refuses a caption.
     """
     parsed = [scenes.parse(caption) for caption in captions]
     shape = (len(parsed), 2)
@@ -230,8 +233,8 @@ def measure(image: Float[Array, "h w 3"]) -> Components:
     """Finds the components of one image, connected sets of pixels of one color, and measures them.
 
     The mask of a component is the share of its color in its own pixels and in the background pixels
-    next to them, which are mixtures at its edge. It is 0 in all other pixels, also in those of
-    another component that it touches.
+    among their eight neighbors, which are mixtures at its edge. It is 0 in all other pixels, also
+    in those of another component that it touches.
 
     Args:
         image: RGB in [0, 1], float32 [h, w, 3].
@@ -310,9 +313,9 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
     """Returns the index of each pixel's color, or -1 for the background.
 
     A pixel at an edge is a mixture of a color and the background, so its RGB value lies between
-    both. It gets the color whose line segment is nearest (among equally near ones the first), and
-    -1 if it is half background or more. The segment begins at the background and ends a tenth of
-    its length beyond the color.
+    both. It gets the color whose line segment is nearest, at whatever distance (among equally near
+    ones the first), and -1 if it projects to at most half of the way from the background to that
+    color. The segment begins at the background and ends a tenth of its length beyond the color.
 
     Args:
         offset: The image minus the background color, light gray (`scenes.BACKGROUND`), one plane
@@ -350,8 +353,9 @@ def _iou_with_shapes(
         mask: The share of each pixel that each of the k components covers, in [0, 1].
         centroid: (x, y) of the centroid of each component in pixels, where the ideal shapes are
             centered.
-        diameters: In pixels, the diameter of the ideal circle, the side of the square, and the base
-            (and height) of the triangle.
+        diameters: The sizes of the ideal shapes in pixels of the image: the diameter of the circle,
+            the side of the square, and the base (and height) of the triangle, which points up. The
+            square of the side must be the area of the mask, and is used as such.
 
     Returns:
         Values in [0, 1] for the circle, the square and the triangle, in this order.
@@ -414,7 +418,8 @@ def ramp(x: Array, low: float, high: float) -> Array:
 def _score(components: Components, target: Targets) -> Float[Array, ""]:
     """Returns the soft score of one image: the weighted mean of up to five terms in [0, 1].
 
-    Numbers of objects are sums over the components of how much each one fits, in [0, 1]. The
+    Numbers of objects are sums over the components of how much each one fits, in [0, 1]: the
+    product of its soft values of presence, color, shape and, if the caption gives one, size. The
     completeness of a group is its number of objects over the number that the caption asks for, at
     most 1.
 
@@ -423,8 +428,9 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
       2. "colors" (0.12): the same, counting all objects of the group's color, whatever their shape
          and group, against the number that the caption asks for in this color.
       3. "shapes" (0.12): the same for the objects of the group's shape, whatever their color.
-      4. "relation" (0.26, only for captions with one): how well the mean positions of both groups
-         fulfil it, in (0, 1), times the completeness of each group.
+      4. "relation" (0.26, only for captions with one): `0.7 sigmoid((along - across) / 0.5) + 0.3
+         sigmoid((along - 1) / 2)`, with the distances of `_displacement` in scaled pixels, times
+         the completeness of each group.
       5. "alone" (0.1): `exp(-n)` times the mean completeness of the groups, where n is the number
          of objects that belong to no group plus a twentieth of the area of specks.
 
@@ -481,10 +487,11 @@ def _strict_verdict(components: Components, target: Targets) -> Bool[Array, ""]:
     """Returns whether one image shows exactly the objects that its caption asks for.
 
     Every group must have exactly its number of objects of its color, shape and, if given, size.
-    There must be no further object, and less than 8 pixels (of an image scaled to the area 32 x 32)
-    in components that are no objects. For the relation "above" the center of every object of the
-    first group must be above that of every object of the second, and the mean centers of the groups
-    must be farther apart vertically than horizontally; likewise for the others.
+    There must be no further object, even without a clear color or shape, and less than 8 pixels (of
+    an image scaled to the area 32 x 32) in components that are no objects. For the relation "above"
+    the center of every object of the first group must be above that of every object of the second,
+    and the mean centers of the groups must be farther apart vertically than horizontally; likewise
+    for the others.
 
     Args:
         components: Measurements of the components of the image.

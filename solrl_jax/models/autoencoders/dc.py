@@ -66,9 +66,10 @@ class AutoencoderDCConfig(ReleasedConfig):
     stands for all stages. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
-        in_channels: channels of an image.
+        in_channels: channels of an image, also of a decoded one.
         latent_channels: channels of a latent.
-        attention_head_dim: number of features of one attention head.
+        attention_head_dim: number of features of one attention head, at most the channels of a
+            stage of `EfficientViTBlock`s (not checked).
         encoder_block_types: kind of the blocks of each stage of the encoder: "ResBlock" (residual
             convolutions) or "EfficientViTBlock" (attention and a gated convolution).
         decoder_block_types: kind of the blocks of each stage of the decoder: "ResBlock" or
@@ -192,7 +193,7 @@ class AutoencoderDCConfig(ReleasedConfig):
 
 
 class UpBlock(nnx.Module):
-    """Upsampling by 2 with a 3x3 convolution, plus a shortcut without parameters.
+    """Upsampling by 2 with a 3x3 convolution with a bias, plus a shortcut without parameters.
 
     Args:
         n_in: input channels, a divisor of `4 * n_out`.
@@ -294,11 +295,11 @@ def relu_attention(q: Heads, k: Heads, v: Heads) -> Heads:
     """Computes linear attention: the weight of a key for a query is `relu(q) . relu(k)`, divided by
     the sum over all keys.
 
-    Every pixel attends to all pixels of its image. The time is linear in the number of pixels.
-    1e-15 (`ATTENTION_EPS`) is added to each sum of weights, so a query whose weights are all zero
-    gets zeros. With more pixels than features, the sums over keys (of `relu(k) v` and of `relu(k)`)
-    are in float32. Otherwise the weight of each pair of pixels is divided by the sum in float32,
-    and then rounded to the dtype of `v`.
+    Every pixel attends to all pixels of its image. 1e-15 (`ATTENTION_EPS`) is added to each sum of
+    weights, so a query whose weights are all zero gets zeros. With more pixels than features, the
+    time is linear in the number of pixels, and the sums over keys (of `relu(k) v` and of `relu(k)`)
+    are in float32. Otherwise the weight of each pair of pixels is computed, divided by the sum in
+    float32, and then rounded to the dtype of `v`.
 
     Args:
         q: queries, [batch, pixels, heads, features].
@@ -381,7 +382,7 @@ class MultiscaleAttention(nnx.Module):
 
 class ResidualGLUMBConv(GLUMBConv):
     """A gated MLP with a depthwise 3x3 convolution inside (`GLUMBConv`), then RMSNorm, added to the
-    input. Its hidden width is `4 * channels`.
+    input. It has `8 * channels` channels before the gate and `4 * channels` after it.
 
     Args:
         channels: input and output channels.
@@ -469,7 +470,8 @@ class Decoder(nnx.Module):
     """The decoder network: a convolution, the stages from coarse to fine, then norm, activation and
     a convolution.
 
-    Each stage but the coarsest begins with upsampling by 2.
+    Each stage but the coarsest begins with upsampling by 2. If `decoder_in_shortcut` is set, the
+    latent, each channel repeated to fit, is added to the result of the first convolution.
 
     Args:
         config: configuration of the autoencoder (`AutoencoderDCConfig`). The fields that begin with

@@ -148,8 +148,8 @@ class AutoencoderKLConfig(KLConfig):
         scaling_factor: factor of the diffusion model's latents, which are `(latent - shift_factor)
             * scaling_factor` for a `latent` of the autoencoder.
         shift_factor: the shift in this formula; None: zero.
-        latents_mean: mean of each channel of the latents; only None is supported (`from_dict`
-            checks it, the constructor does not).
+        latents_mean: mean of each channel of the latents; only None is supported
+            (`ReleasedConfig.from_dict` checks it, the constructor does not).
         latents_std: standard deviation of each channel of the latents; likewise only None.
     """
 
@@ -178,7 +178,8 @@ class AutoencoderKL(nnx.Module):
     latents are not applied.
 
     Args:
-        config: configuration of the autoencoder (`KLConfig`).
+        config: configuration of the autoencoder (`KLConfig`), whose `decoder_config` gives the
+            channels of the decoder.
         rngs: random number generators for the initial weights.
     """
 

@@ -85,7 +85,7 @@ def _place_tiles(size: int, tile: int, overlap: int, compression: int) -> tuple[
         Two arrays for the n tiles. starts, [n], int32: the first latent pixel of each tile. ramps,
         [n, pixels], float32: the weight of each image pixel of the tile (there are `compression`
         per latent pixel); the tiles before it keep the rest, 1 - weight. Over k pixels shared with
-        the tile before, the weight rises from 1/2k in steps of 1/k. Elsewhere it is 1.
+        the tile before, the weight rises from `1 / (2 k)` in steps of `1 / k`. Elsewhere it is 1.
     """
     if size <= tile:
         return jnp.zeros(1, jnp.int32), jnp.ones((1, size * compression))
@@ -103,8 +103,8 @@ def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) ->
     value.
 
     Args:
-        canvas: the image before, [batch, height, width, colors], or the clip, with an axis of
-            frames after the first.
+        canvas: the image before, float32 [batch, height, width, colors], or the clip, with an axis
+            of frames after the first.
         piece: the image of the tile or row, with the shape of `canvas` except along `axis`.
         start: index in `canvas`, along `axis`, where the piece begins.
         ramp: weight of the piece in the blend, from 0 to 1; it broadcasts to the shape of the

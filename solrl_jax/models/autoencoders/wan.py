@@ -74,8 +74,9 @@ class VideoAutoencoderConfig(ReleasedConfig):
             more per resolution.
         attn_scales: ignored, as by diffusers.
         temperal_downsample: (the spelling of the files) for each resolution but the coarsest,
-            finest first, whether the encoder halves the number of frames after it, and the decoder
-            doubles it before it. One entry less than `dim_mult`.
+            finest first, whether the encoder halves the number of frames on the way from it to the
+            next coarser one, and the decoder doubles it on the way back. One entry less than
+            `dim_mult`.
         dropout: ignored, because it has an effect in training only.
         latents_mean: mean of each of the `z_dim` channels of the autoencoder's latents. The
             diffusion model's latents have mean 0.
@@ -210,11 +211,12 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
 
         Raises:
             ValueError: If a common field has an unsupported value (`VideoAutoencoderConfig.check`);
-                if a scale factor is not the compression that follows from `dim_mult`,
-                `patch_size` or `temperal_downsample`; if `out_channels` is not 3 times the square
-                of `patch_size`; or if `is_residual` is set and `dim_mult[i]`, for an i from 2 on,
-                does not divide 4 times `dim_mult[i - 1]` (8 times, if `temperal_downsample[i - 2]`
-                is true). The message names the field.
+                if a scale factor is not the compression that follows from `dim_mult`, `patch_size`
+                or `temperal_downsample`; if `out_channels` is not 3 times the square of
+                `patch_size`; or if `is_residual` is set and, for an i from 2 on, `dim_mult[i]` does
+                not divide 4 times `dim_mult[i - 1]` (8 times, if `temperal_downsample[i - 2]` is
+                true): these are the input and output of the stage that upsamples resolution i - 1
+                to i - 2. The message names the field.
         """
         super().check()
         colors = 3 * self.patch**2
@@ -282,7 +284,7 @@ def open_autoencoder(folder: Path, config: AutoencoderKLWanConfig) -> Component:
         config: configuration of the autoencoder, as read from this folder.
 
     Returns:
-        The network `AutoencoderKLWan` without its parameters; the component loads them from
+        The network `AutoencoderKLWan` without its parameters. `Component.load` reads them from
         `folder`.
     """
     return Component.from_builder(
@@ -421,7 +423,8 @@ class History:
         """Stores zeros in `after` for a convolution that is not applied to the first chunk.
 
         Args:
-            x: an array of the shape and dtype that the convolution's input would have.
+            x: an array of the shape and dtype that the convolution's input would have; the number
+                of frames does not matter.
             count: number of earlier frames that the convolution reads for each frame.
         """
         batch, _, *rest = x.shape
@@ -430,8 +433,8 @@ class History:
 
 class Decoder(nnx.Module):
     """The decoder network: a convolution, the blocks of the coarsest resolution (`MidBlock`), the
-    stages from coarse to fine, of which all but the last end with upsampling, then norm, SiLU and a
-    convolution.
+    stages from coarse to fine (`Stage`, or `ResidualStage` if `config.residual`), of which all but
+    the last end with upsampling, then norm, SiLU and a convolution.
 
     Args:
         config: configuration of the autoencoder.
@@ -470,8 +473,9 @@ class Decoder(nnx.Module):
         Args:
             latent: latents on the scale of the autoencoder, after `post_quant_conv`.
             history: for a chunk of a clip: the frames before it. A new object for each chunk, which
-                the call changes: it stores the frames for the next chunk in `history.after`. None:
-                the latents are whole clips.
+                the call changes: it stores the frames for the next chunk in `history.after`. The
+                first chunk must be the first frame alone, which is not checked. None: the latents
+                are whole clips.
 
         Returns:
             The clips, in the dtype of `latent`. Their channels are the colors of the pixels in a
@@ -732,9 +736,9 @@ class Attention(nnx.Module):
 class Upsample(nnx.Module):
     """Upsampling in space and, if `temporal` is set, in time.
 
-    In time, a convolution over three frames (`CausalConv`) turns every frame but the first into
-    two. In space, height and width are doubled by nearest-neighbor interpolation, and a 3x3
-    convolution follows.
+    In time, a convolution over three frames of each pixel (`CausalConv`), to twice the channels,
+    turns every frame but the first into two. In space, height and width are doubled by
+    nearest-neighbor interpolation, and a 3x3 convolution follows.
 
     Args:
         n_in: number of input channels.
@@ -871,7 +875,7 @@ def _convolve_joined_frames(
     three-dimensional convolution if there are few channels.
 
     Args:
-        x: Feature maps of clips, of two or more frames.
+        x: Feature maps of clips, of at least `time - before` frames.
         kernel: The kernel, whose last slice in time meets the frame itself.
         before: The number of zero frames that are put before those of `x`.
         padding: The numbers of zeros (before, after): one pair for the rows, one for the columns.
@@ -904,7 +908,7 @@ class PixelNorm(nnx.Module):
     Args:
         channels: number of channels.
         axes: number of axes that the weight has here and in the released files: its shape is
-            [channels, 1, 1, ...].
+            [channels, 1, 1, ...]. The released files have 3 in `Attention` and 4 elsewhere.
     """
 
     def __init__(self, channels: int, *, axes: int):

@@ -30,12 +30,12 @@ class FluxPipeline(Pipeline):
     The transformer gets T5's encoding of every prompt token, and one vector from CLIP for the whole
     prompt.
 
-    `FluxPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
-    diffusers without reading a weight. It raises FileNotFoundError if a configuration or a
-    tokenizer is missing, and ValueError if one is not supported or two do not fit together.
-    `gradient_checkpointing` ("none", "matmuls" or "blocks") says what the backward pass of the
-    transformer recomputes; another value raises KeyError while tracing. The attributes below are in
-    addition to those of `Pipeline`.
+    `FluxPipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the layout
+    of diffusers without reading a weight. It raises FileNotFoundError if a configuration (that of
+    the scheduler included) or a tokenizer is missing, and ValueError if one is not supported or two
+    do not fit together. `gradient_checkpointing` ("none", the default, "matmuls" or "blocks") says
+    what the backward pass of the transformer recomputes; another value raises KeyError while
+    tracing. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -197,12 +197,14 @@ class FluxPipeline(Pipeline):
             instruction: ignored: FLUX.1 takes no instruction.
 
         Returns:
-            A dictionary with "clip" [prompts, clip_tokens] and "t5" [prompts, max_tokens]: token
-            numbers, int32. There is no mask, because FLUX.1 attends to padding.
+            A dictionary with two NumPy arrays of token numbers, int32: "clip" [prompts,
+            clip_tokens] and "t5" [prompts, max_tokens]. There is no mask, because FLUX.1 attends to
+            padding.
 
         Raises:
             InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
-                (The tokenizers that this package carries for plans have none, and return zeros.)
+                (Those that this package carries for `solrl plan` have none either, but return
+                zeros, because a plan needs only shapes.)
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],
@@ -222,8 +224,8 @@ class FluxPipeline(Pipeline):
 
         Returns:
             "text" [b, l, d], the last hidden states of T5 for all l tokens, and "pooled" [b, e],
-            CLIP's hidden state at the end-of-text token, without CLIP's final projection. Each has
-            the dtype of its encoder.
+            CLIP's hidden state at the end-of-text token, without CLIP's final projection. Both are
+            those after the encoder's final norm, and have its dtype.
         """
         clip = self.text_encoders["text_encoder"](params["text_encoder"])
         t5 = self.text_encoders["text_encoder_2"](params["text_encoder_2"])
@@ -231,7 +233,7 @@ class FluxPipeline(Pipeline):
 
     def unscale(self, latent: Array) -> Array:
         """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor +
-        shift_factor`.
+        shift_factor`, two fields of `vae_config` (a `shift_factor` of None is 0).
 
         Args:
             latent: the transformer's latents [b, h, w, c].

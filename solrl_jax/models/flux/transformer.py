@@ -38,7 +38,8 @@ class FluxConfig(TransformerConfig):
     `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `attention_head_dim * num_attention_heads`
-    features. The constructor raises ValueError for a value that is not supported.
+    features. The constructor raises ValueError for a value that is not supported; so does `read`
+    for an unknown field.
 
     Attributes:
         patch_size: 1, the only supported value. (The network combines squares of 2 x 2 latent
@@ -260,7 +261,7 @@ class FluxSingleBlock(nnx.Module):
                 those of this device.
             condition: the sum of the embedded timestep, guidance scale and pooled text, after its
                 SiLU. From it the block computes the shift, scale and gate of its norm.
-            rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
+            rotation: cosines and sines of the rotary angles of these s tokens: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
                 are in E4M3. No gradient may be taken, which is not checked. Accelerators without
@@ -292,8 +293,8 @@ def rotary_table(length: int, rows: int, columns: int, axes_dims: tuple[int, ...
 
     Returns:
         (cosines, sines) of the angles, whose frequencies have the base 10000 (`THETA`): two float32
-        arrays [1, length + rows * columns, head_dim / 2]. The last axis has the angles of the first
-        coordinate, then those of the second and third.
+        NumPy arrays [1, length + rows * columns, head_dim / 2]. The last axis has the angles of the
+        first coordinate, then those of the second and third.
     """
     positions = np.zeros((3, length + rows * columns))
     positions[1:, length:] = np.indices((rows, columns)).reshape(2, -1)

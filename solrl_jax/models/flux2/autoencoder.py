@@ -139,7 +139,8 @@ class AutoencoderKLFlux2(AutoencoderKL):
         not clipped.
 
         Args:
-            latent: the latents as the transformer returns them: c is `config.channels`.
+            latent: the latents as the transformer returns them: c is `config.channels`, ordered
+                (channel, row, column in the 2 x 2 pixels).
 
         Returns:
             The images, in the dtype of `latent`, with `config.out_channels` colors: H is `h *

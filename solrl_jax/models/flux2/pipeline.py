@@ -39,7 +39,7 @@ def empirical_mu(steps: int, tokens: int) -> float:
         tokens: number of image tokens.
 
     Returns:
-        mu. The shift is `exp(mu)`.
+        mu. The shift k is `exp(mu)`: a noise level sigma becomes `k sigma / (1 + (k - 1) sigma)`.
     """
     mu_200_steps = 0.00016927 * tokens + 0.45666666
     if tokens > 4300:
@@ -53,16 +53,17 @@ class Flux2KleinPipeline(Pipeline):
     """FLUX.2-klein, 4B or 9B, distilled or base.
 
     The text encoder is Qwen3: three of its hidden states, concatenated, are the features of each
-    text token. The distilled models (`is_distilled` in `model_index.json`) were trained to give
-    guided results from one evaluation without a guidance scale; for them `embedded_guidance` is
-    set. The base models use classifier-free guidance, with two evaluations.
+    text token. The distilled models (`is_distilled` in `model_index.json`, by default false) were
+    trained to give guided results from one evaluation without a guidance scale; for them the
+    attribute `embedded_guidance` is True. The base models use classifier-free guidance, with two
+    evaluations.
 
-    `Flux2KleinPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
-    diffusers without reading a weight. It raises FileNotFoundError if a configuration or the
-    tokenizer is missing, and ValueError if one is not supported or two do not fit together.
-    `gradient_checkpointing` ("none", "matmuls" or "blocks") says what the backward pass of the
-    transformer recomputes; another value raises KeyError while tracing. The attribute below is in
-    addition to those of `Pipeline`.
+    `Flux2KleinPipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the
+    layout of diffusers without reading a weight. It raises FileNotFoundError if a configuration
+    (that of the scheduler included) or the tokenizer is missing, and ValueError if one is not
+    supported or two do not fit together. `gradient_checkpointing` ("none", the default, "matmuls"
+    or "blocks") says what the backward pass of the transformer recomputes; another value raises
+    KeyError while tracing. The attribute below is in addition to those of `Pipeline`.
 
     Attributes:
         tokenizer: directory of the tokenizer (a path).
@@ -183,9 +184,9 @@ class Flux2KleinPipeline(Pipeline):
 
         Args:
             prompts: one or more texts.
-            max_tokens: number of tokens per prompt, those of the chat template included, up to
-                4096. Longer chats are cut and shorter ones padded, on the right in the released
-                models.
+            max_tokens: number of tokens per prompt, those of the chat template included, from 1
+                (not checked) to 4096. Longer chats are cut and shorter ones padded on the sides
+                that the tokenizer sets: in the released models both on the right.
             instruction: ignored: FLUX.2 takes no instruction.
 
         Returns:
@@ -193,8 +194,9 @@ class Flux2KleinPipeline(Pipeline):
             "mask", bool, true on tokens and false on padding.
 
         Raises:
-            InputError: `max_tokens` is out of range, or the tokenizer fails or has no usable chat
-                template or no vocabulary.
+            InputError: `max_tokens` is above 4096, or the tokenizer fails or has no usable chat
+                template or no vocabulary. (Those that this package carries for `solrl plan` have no
+                vocabulary either, but return zeros, and a mask that is all true.)
         """
         texts = chat(self.tokenizer, prompts, enable_thinking=False)
         return tokenize(self.tokenizer, texts, max_tokens)
@@ -202,7 +204,7 @@ class Flux2KleinPipeline(Pipeline):
     def encode_text(self, params: dict[str, Params], tokens: TracedTokens) -> Conditioning:
         """Encodes tokenized prompts by Qwen3. For use under jit.
 
-        The result has no mask, because FLUX.2 attends to padding.
+        Qwen3 does not attend to padding, but FLUX.2 does, so the result has no mask.
 
         Args:
             params: a dictionary with the parameters of Qwen3 under "text_encoder". Only those of
@@ -211,8 +213,8 @@ class Flux2KleinPipeline(Pipeline):
 
         Returns:
             A dictionary with "text" [b, l, 3 d]: the hidden states after layers 9, 18 and 27 of
-            Qwen3, concatenated in this order, without a final norm, in the dtype of the text
-            encoder. d is the hidden size of Qwen3.
+            Qwen3 (counted from 1), concatenated in this order, without a final norm, in the dtype
+            of the text encoder. d is the hidden size of Qwen3.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"])}

@@ -120,9 +120,9 @@ class Flux2Transformer2DModel(nnx.Module):
     """The network that predicts the velocity `noise - x0` of noisy latents.
 
     Blocks with two streams (separate weights for text and image) come first, then blocks with one
-    stream. The shift, scale and gate vectors that modulate the blocks are computed once: one set
-    for the text and one for the image in all two-stream blocks, and one set for all one-stream
-    blocks.
+    stream. Each kind is one module with stacked parameters, and no linear layer has a bias. The
+    shift, scale and gate vectors that modulate the blocks are computed once: one set for the text
+    and one for the image in all two-stream blocks, and one set for all one-stream blocks.
 
     Args:
         config: configuration of the network (`Flux2Config`): its widths, heads and blocks of both
@@ -377,7 +377,8 @@ def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> R
     tokens, row by row.
 
     A position has four coordinates: (0, row, column, 0) for image tokens, and (0, 0, 0, index) for
-    text tokens. The first coordinate would distinguish reference images, which are not supported.
+    text tokens, all counted from 0. The first coordinate would distinguish reference images, which
+    are not supported.
 
     Args:
         length: number of text tokens.
@@ -387,7 +388,9 @@ def rotary_table(length: int, rows: int, columns: int, config: Flux2Config) -> R
             coordinate rotates, and `rope_theta` is the base of the frequencies.
 
     Returns:
-        Cosines and sines, two float32 NumPy arrays [1, length + rows * columns, head_dim / 2].
+        (cosines, sines) of the angles, two float32 NumPy arrays [1, length + rows * columns,
+        head_dim / 2]. The last axis has the angles of the first coordinate, then those of the
+        others in their order.
     """
     positions = np.zeros((4, length + rows * columns))
     positions[3, :length] = np.arange(length)

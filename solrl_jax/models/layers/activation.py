@@ -27,7 +27,7 @@ def as_lazy(x: Activation, dtype: DTypeLike | None = None) -> LazyActivation:
         x: An array [b, s, d] or a lazy activation.
         dtype: For an array: the dtype of the lazy activation; None: that of the array. The
             functions that are appended compute in the array's own dtype (in kernels in float32),
-            and their result is cast. Ignored if `x` is lazy.
+            and only their result is cast to `dtype`. Ignored if `x` is lazy.
 
     Returns:
         `x` itself if it is lazy, otherwise a lazy activation with the values of `x`.
@@ -44,7 +44,7 @@ def concat_features(first: Activation, *others: Activation, dtype: DTypeLike) ->
 
     Args:
         first: An activation [b, s, d], an array or a lazy activation.
-        *others: The activations [b, s, d_i] that follow it.
+        *others: The activations [b, s, d_i] that follow it, each an array or lazy, of any dtype.
         dtype: The dtype of the result if `first` is an array: E4M3 results of FP8 attention, for
             example, become BF16. Not read if `first` is lazy.
 

@@ -18,7 +18,7 @@ class AdaLayerNorm(nnx.Module):
 
     `vectors(condition)` returns all modulation vectors. The call `norm(x, shift, scale)` takes two
     of them; gates are left to the caller. The norm has no weights of its own, and its epsilon is
-    1e-6.
+    1e-6. The initial weights of the linear layer are not zero, unlike in the paper.
 
     Args:
         d: The number of features of the tokens and of the condition.

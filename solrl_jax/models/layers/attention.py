@@ -48,7 +48,7 @@ def attention(
             heads: query head `i` reads key head `i // (n / kv)`.
         v: Values, of the shape of `k`.
         mask: Which keys queries attend to. Either a Boolean matrix with four axes that broadcasts
-            to [b, n, t, s], True where a query may attend to a key; or int [b], the number of
+            to [b, n, t, s], True where a query may attend to a key; or int32 [b], the number of
             leading keys that are valid, at least 1. None: all keys. A query with no key in the
             matrix gets a mean of the values (on TPUs with the zeros that pad them), so that the
             outputs of padding are finite. Under sequence parallelism, a matrix is the same for all
@@ -95,10 +95,10 @@ def attention_forward(
             heads than query heads: query head `i` reads key head `i // (n / kv)`.
         v: Values, of the shape of `k`.
         mask: Which keys queries attend to. Either a Boolean matrix with four axes that broadcasts
-            to [b, n, t, s], True where a query may attend to a key; or int [b], the number of
+            to [b, n, t, s], True where a query may attend to a key; or int32 [b], the number of
             leading keys that are valid, at least 1. None: all keys. A query with no key in the
-            matrix gets a mean of the values. Under sequence parallelism, a matrix is the same for
-            all heads and queries [b or 1, 1, 1, s].
+            matrix gets a mean of the values (on TPUs with the zeros that pad them). Under sequence
+            parallelism, a matrix is the same for all heads and queries [b or 1, 1, 1, s].
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`. They have a gradient in q, k and v.
@@ -151,7 +151,8 @@ def _shard_heads(x: Array) -> Array:
 
     Returns:
         The same values: sharded if the size of the axis divides the number of heads n, otherwise
-        replicated over it. `x` itself if the mesh has no such axis, or one of size 1.
+        replicated over it. The sharding of the other axes is left to the partitioner. `x` itself if
+        the mesh has no such axis, or one of size 1.
     """
     return tensor_parallel.shard_axis(x, 2)
 
@@ -254,7 +255,8 @@ def _xla_attention(
 ) -> Array:
     """Computes attention without a fused kernel: all scores are in memory.
 
-    Float16 operands are computed in float32.
+    Logits and softmax are in float32; the matmuls take operands in their own dtype, except float16
+    ones, which are cast to float32. kv may be a divisor of n.
 
     Args:
         q: queries, [b, t, n, h].
@@ -285,7 +287,8 @@ def cudnn_fits(
     these operands, also for a gradient.
 
     The operands must be BF16 or FP16, and a head have a multiple of 8 features, up to 128. With a
-    bias or a mask matrix, both lengths must be even; without, `_cudnn_attention` pads odd lengths.
+    bias or a mask matrix, both lengths must be even; without, odd ones are padded where cuDNN
+    requires it (`_cudnn_attention`).
 
     Args:
         q: Queries [b, t, n, h], or their shape and dtype.
@@ -319,7 +322,8 @@ def _cudnn_attention(
 
     For a gradient, cuDNN requires even lengths and a mask matrix of the full shape [b, n, t, s]. If
     a gradient may be taken, the matrix is broadcast, and an odd length is padded by one position,
-    which the kernel ignores. Numbers of keys are passed as lengths of the sequences.
+    which the kernel ignores; otherwise the matrix must be the same for all heads, and no length is
+    padded. Numbers of keys are passed as lengths of the sequences.
 
     Args:
         q: Queries [b, t, n, h].
@@ -383,9 +387,10 @@ def _attend_to_all(
     device calls them with its own rows and heads. The gradients of keys and values are sums
     over the queries of all devices. Kernels round these sums, so they must not be split: in the
     backward pass, devices exchange their queries (an all-to-all), and each runs the kernel again
-    for all queries of some samples and heads. JAX adds up the gradients of keys and values over the
-    devices, so the first device returns all of them and the others return zeros. The result is
-    named "matmul", so gradient checkpointing "matmuls" keeps it.
+    for all queries of some pairs of a sample and a head (pairs are repeated if their number is no
+    multiple of the devices). JAX adds up the gradients of keys and values over the devices, so they
+    are gathered on the first device, and the others return zeros. The result is named "matmul", so
+    gradient checkpointing "matmuls" keeps it.
 
     Args:
         q: Queries of the tokens of this device [b, t, n, h].

@@ -69,7 +69,7 @@ def _cudnn_attention(q: Array, k: Array, v: Array) -> Array:
         v: Values [b, s, n, h], E4M3.
 
     Returns:
-        The attended values in E4M3, with the shape of `q`.
+        The attended values in E4M3, clipped to +-448, with the shape of `q`.
     """
     # From `jax._src`, because `jax.nn.dot_product_attention` accepts no 8-bit operands.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
@@ -90,9 +90,9 @@ def reference(q: Array, k: Array, v: Array) -> Array:
     """Computes `softmax(h ** -0.5 q k^T) v` for each head in plain JAX, with the rounding of
     cuDNN's FP8 attention.
 
-    Logits and sums are in float32. The exponentials of the logits less their maximum, times 256
-    (`PROBABILITY_SCALE`), are rounded to E4M3 for the product with the values; their sum, which
-    normalizes the result, is taken before this rounding. All scores are in memory.
+    Logits and sums are in float32. The exponentials of the logits less their maximum over all keys,
+    times 256 (`PROBABILITY_SCALE`), are rounded to E4M3 for the product with the values; their sum,
+    which normalizes the result, is taken before this rounding. All scores are in memory.
 
     Args:
         q: queries [b, t, n, h] in E4M3: batch, positions, heads, features of a head.

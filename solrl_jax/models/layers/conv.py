@@ -92,8 +92,8 @@ def conv_upsampled(
     convolution.
 
     Where several taps of the kernel read copies of the same pixel of `x`, their sum is one tap of
-    the transposed convolution. That takes four multiplications instead of nine, and no upsampled
-    image in memory. On a CPU it is slower than two steps.
+    the transposed convolution. Each output pixel then takes four taps instead of nine, and there is
+    no upsampled image in memory. On a CPU it is slower than two steps.
 
     Args:
         x: The images before upsampling.

@@ -87,7 +87,7 @@ def unpatch(
 
 class TextProjection(nnx.Module):
     """An MLP that maps text embeddings to the width of a network: linear layer, activation, linear
-    layer (`PixArtAlphaTextProjection` of diffusers).
+    layer, both with biases (`PixArtAlphaTextProjection` of diffusers).
 
     Args:
         n_in: The number of features of the text embedding.

@@ -29,7 +29,7 @@ def silu_gate(gate: Float[Array, "..."], value: Float[Array, "..."]) -> Float[Ar
 class FeedForward(nnx.Module):
     """An MLP: linear layer, GELU (tanh form, arXiv 1606.08415), linear layer.
 
-    Both linear layers have biases. In checkpoints, they are entries 0 and 2 of a list `net`.
+    Both linear layers have biases. In checkpoints, they are `net.0.proj` and `net.2`.
 
     Args:
         d: The number of input and output features.
@@ -88,8 +88,8 @@ class GatedFeedForward(nnx.Module):
 class FusedGatedFeedForward(nnx.Module):
     """A gated MLP (SwiGLU) in which one linear layer computes both gate and value.
 
-    It computes `linear_out(silu(gate) * value)`, where gate and value are the two halves of
-    `linear_in(x)`. There are no biases.
+    It computes `linear_out(silu(gate) * value)`, where gate is the first and value the second half
+    of `linear_in(x)`. There are no biases.
 
     Args:
         d: The number of input and output features.
@@ -103,8 +103,8 @@ class FusedGatedFeedForward(nnx.Module):
         self.hidden = hidden
 
     def __call__(self, x: Activation) -> Float[Array, "b s d"]:
-        """Computes `linear_out(silu(gate) * value)` for each token, where gate and value are the
-        two halves of `linear_in(x)`. The input is not added.
+        """Computes `linear_out(silu(gate) * value)` for each token, where gate is the first and
+        value the second half of `linear_in(x)`. The input is not added.
 
         Args:
             x: The tokens [b, s, d], an array or a lazy activation (one that is computed when it is
@@ -122,7 +122,8 @@ class GLUMBConv(nnx.Module):
 
     A 1x1 convolution to `2 * hidden` channels is followed by SiLU and the depthwise convolution.
     The first half of its channels is multiplied by SiLU of the second half, and a 1x1 convolution
-    without a bias leads back to d channels. The input is not added. The name is that of diffusers.
+    leads back to d channels. Only this last convolution has no bias. The input is not added. The
+    name is that of diffusers.
 
     Args:
         d: The number of input and output features.

@@ -16,8 +16,8 @@ from solrl_jax.quant.matmul import lazy_matmul, matmul
 class Linear(nnx.Module):
     """A linear layer `y = x W + b`.
 
-    The weight `kernel` [in, out] may be an array, a quantized weight, or a weight with a LoRA
-    adapter.
+    The weight `kernel` [in, out] is an array at first. `Component` may replace it by a `Leaf`: a
+    quantized or 16-bit weight, or a weight with a LoRA adapter.
 
     Args:
         n_in: The number of input features.
@@ -66,7 +66,8 @@ class Linear(nnx.Module):
 
         Args:
             x: The input [b, s, in], an array or a lazy activation (one that is computed when it is
-                read). A lazy one is computed here.
+                read). A lazy one is computed here: a weight in FP8, INT8 or NVFP4 writes only its
+                codes and scales to memory, any other weight the activation itself.
 
         Returns:
             The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, an

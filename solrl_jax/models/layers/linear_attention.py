@@ -17,8 +17,8 @@ class AttentionProjections(nnx.Module):
     """The linear layers of an attention from one sequence to another: to queries, keys and values,
     and from the attended values to the output.
 
-    A base class: subclasses compute the attention itself. The output layer `to_out` always has a
-    bias.
+    A base class: subclasses compute the attention itself. The output layer is `to_out[0]`, as in
+    diffusers, and always has a bias.
 
     Args:
         widths: Three numbers of features: of a token of the attending sequence, of a token of the
@@ -138,8 +138,8 @@ class CrossAttention(AttentionProjections):
 
         Args:
             x: The image tokens, which attend.
-            text: The text tokens, which are attended to. Their width may differ from that of the
-                image.
+            text: The text tokens, in the dtype of `x`, which are attended to. Every device has all
+                of them. Their width may differ from that of the image.
             mask: True for text tokens, False for padding, which is not attended to. None: all text
                 tokens are attended to.
 

@@ -119,7 +119,8 @@ class BlockMixing(AttentionProjections):
             The output [b, n, d] in the dtype of `x`. The input is not added.
 
         Raises:
-            ValueError: While tracing, if the tokens are sharded over devices (`mesh.sequence`).
+            ValueError: While tracing, if the tokens are sharded over devices (configuration field
+                `mesh.sequence`).
         """
         if tokens_are_sharded():
             raise ValueError(
@@ -137,7 +138,7 @@ class BlockMixing(AttentionProjections):
 
 def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
     """Chooses how to divide a grid of tokens into equal blocks that are as square as possible: the
-    ratio of their sides, counted in tokens, is closest to 1.
+    ratio of their longer to their shorter side, counted in tokens, is smallest.
 
     If two divisions are equally square, the one with fewer blocks from top to bottom is chosen.
 

@@ -76,10 +76,11 @@ class JointBlock(nnx.Module):
             condition: The vector that modulates the block: the SiLU of the sum of the embedded
                 timestep, pooled text and, in FLUX.1-dev, guidance scale.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
-                float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotary positions.
-            fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotary positions. The second
+                attention of a `dual` block has none in any case.
+            fp8_attention: Whether all attention is computed in FP8: queries, keys, values and
+                result are in E4M3. No gradient may be taken. Accelerators without FP8 attention
+                compute in BF16 from the rounded inputs.
 
         Returns:
             The text tokens (unchanged if the block is the `last`) and the image tokens after the

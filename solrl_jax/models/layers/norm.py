@@ -27,8 +27,8 @@ def layer_norm(
         x: The input, of any floating-point dtype.
         eps: Added to the variance.
         width: The number of leading columns that are not padding: kernels pad rows with zeros, and
-            mean and variance are over the first `width` columns. The result is zero in the others.
-            None: all columns.
+            mean and variance are over the first `width` columns. The others must be zero, and stay
+            zero. None: all columns.
 
     Returns:
         The normalized input, in the dtype of `x`.
@@ -108,8 +108,9 @@ class LayerNorm(nnx.Module):
         If the norm has learned weights, only the factor is lazy.
 
         Args:
-            x: activations before the norm, of any floating-point dtype.
-            factor: one factor per feature of each sample, the same for all tokens.
+            x: Activations before the norm, of any floating-point dtype. If `x` is not float32,
+                `norm(x)` is rounded to its dtype before the multiplication.
+            factor: One factor per feature of each sample, the same for all tokens.
 
         Returns:
             The lazy activation [b, s, d], in the dtype of `x`.

@@ -135,8 +135,9 @@ def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> Lazy
 
     Args:
         x: Queries or keys [b, s, d], heads side by side.
-        rotation: (cosines, sines) of the angles of all positions of the sequence: two float32
-            arrays [b or 1, positions, head_dim / 2]. None leaves `x` as it is.
+        rotation: (cosines, sines) of the angles of all positions of the sequence (of its part on
+            this device, under sequence parallelism): two float32 arrays [b or 1, positions,
+            head_dim / 2]. None leaves `x` as it is.
         start: The position of the first token of `x` in the sequence, an index into `rotation`.
 
     Returns:

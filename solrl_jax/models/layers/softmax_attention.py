@@ -164,7 +164,7 @@ class SelfAttention(QKVProjection):
             `head_dim`.
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
-        projected: Whether there is an output layer `to_out`. If not, the call returns the heads
+        projected: Whether there is an output layer, `to_out[0]`. If not, the call returns the heads
             side by side.
         bias: Whether the linear layers have biases.
         eps: The epsilon of the norms, 1e-6 by default.
@@ -226,7 +226,8 @@ class JointAttention(QKVProjection):
     """Softmax attention over text and image as one sequence, text first, with separate weights for
     the two (arXiv 2403.03206, section 4).
 
-    The names of the text's weights contain `add`, as in diffusers.
+    The text's layers are `add_q_proj`, `add_k_proj`, `add_v_proj`, `to_add_out`, `norm_added_q` and
+    `norm_added_k`, as in diffusers.
 
     Args:
         d: The number of features of the tokens, and of all heads together, a multiple of

@@ -115,8 +115,8 @@ def scan_blocks(
 def gather(params: P) -> P:
     """Replicates sharded weights over the mesh of `jax.set_mesh` (the all-gather of FSDP).
 
-    Each device then runs the same matmuls on its own rows, so the result of a row does not depend
-    on the mesh. Under tensor parallelism (a mesh axis `tensor` of more than one device), the
+    Each device then runs the same matmuls on its own samples, so the result of a sample does not
+    depend on the mesh. Under tensor parallelism (a mesh axis `tensor` of more than one device), the
     weights of linear layers (matrices named "kernel") stay sharded by their outputs over that axis.
 
     Args:

@@ -85,8 +85,8 @@ class Component:
 
         Args:
             params: The parameters in the form that `load` returns: nested dictionaries keyed by
-                module name. A leaf may also be a quantized weight or a weight with its LoRA
-                adapter.
+                module name or, in a list of modules, by index (an int). A leaf may also be a
+                quantized weight or a weight with its LoRA adapter. All must be present.
 
         Returns:
             An `nnx.Module` of the class that `build` constructed, whose parameters are those in
@@ -123,8 +123,8 @@ class Component:
                 JAX's default device, in each process.
 
         Returns:
-            The parameters as nested dictionaries keyed by module name. A stack of layers is one
-            parameter with a leading axis of layers.
+            The parameters as nested dictionaries keyed by module name or, in a list of modules, by
+            index (an int). A stack of layers is one parameter with a leading axis of layers.
 
         Raises:
             FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files

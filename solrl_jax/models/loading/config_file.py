@@ -101,8 +101,8 @@ class ReleasedConfig:
         Raises:
             FileNotFoundError: there is no such file.
             ValueError: the file cannot be read or is not a JSON object, a field is unknown or not
-                supported, the file is that of another network, or `quantization_config` is set; the
-                message names the file, and the field if there is one.
+                supported, the file is that of another network, or has a `quantization_config` that
+                is not empty; the message names the file, and the field if there is one.
             TypeError: a field that has no default is missing.
         """
         file = folder / "config.json"
@@ -130,7 +130,7 @@ class ReleasedConfig:
 
         Raises:
             ValueError: a field is unknown or not supported, the network is another one, or
-                `quantization_config` is set; the message names the field.
+                `quantization_config` is neither None nor empty; the message names the field.
             TypeError: a field that has no default is missing.
         """
         types = {field.name: field.type for field in dataclasses.fields(cls)}

@@ -62,8 +62,8 @@ class StoredTensor:
                 (not checked).
 
         Yields:
-            Pairs (index of the block's first row, block). A block is an array of one or more rows
-            in the stored dtype; that of a tensor without axes has the shape [1].
+            Pairs (index in the tensor of the block's first row, block). A block is an array of one
+            or more rows in the stored dtype; that of a tensor without axes has the shape [1].
 
         Raises:
             KeyError: the dtype is not BF16, F16, F32 or F64.

@@ -58,9 +58,9 @@ class QwenImagePipeline(Pipeline):
     `QwenImagePipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
     diffusers without reading a weight. It raises FileNotFoundError if a configuration or the
     tokenizer is missing, and ValueError if one is not supported or two do not fit together.
-    `gradient_checkpointing` ("none", "matmuls" or "blocks") says what the backward pass of the
-    transformer recomputes; another value raises KeyError while tracing. The attributes below are in
-    addition to those of `Pipeline`.
+    `gradient_checkpointing` ("none", the default, "matmuls" or "blocks") says what the backward
+    pass of the transformer recomputes; another value raises KeyError while tracing. The attributes
+    below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -78,6 +78,10 @@ class QwenImagePipeline(Pipeline):
         Args:
             guidance_scale: `rollout.guidance_scale` of the run, the `true_cfg_scale` of diffusers.
             true_cfg_scale: ignored, always 1.
+
+        Returns:
+            The arguments by name: "true_cfg_scale" and "negative_prompt", the empty text. No
+            arguments if `guidance_scale` is at most 1, which is no guidance.
         """
         if guidance_scale <= 1:
             return {}  # diffusers does not guide without a negative prompt
@@ -200,7 +204,8 @@ class QwenImagePipeline(Pipeline):
                 leaves are whole, as `Component.gather` returns them.
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: a dictionary with "text" [b, l, d], hidden states of Qwen2.5-VL, and
-                "mask" [b, l], true on tokens and false on padding, as returned by `encode_text`.
+                "mask" [b, l], true on tokens and false on the padding after them (that it comes
+                after them is not checked), as returned by `encode_text`.
             timestep: `1000 * sigma` of each latent [b], where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked.
@@ -209,9 +214,9 @@ class QwenImagePipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, half of
-                the larger side in tokens, rounded down, plus the number l of text tokens, padding
-                included, exceeds 4096, or the size of the mesh axis `sequence` does not divide the
+            ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, `max(h,
+                w) // 4 + l` (half of the larger side in tokens, plus the text tokens, padding
+                included) exceeds 4096, or the size of the mesh axis `sequence` does not divide the
                 number of image tokens.
             KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
                 "blocks".
@@ -269,8 +274,9 @@ class QwenImagePipeline(Pipeline):
             beginning of the template.
 
         Raises:
-            InputError: `max_tokens` exceeds 1024, or the tokenizer fails or is a `NoVocabulary`
-                outside of this package.
+            InputError: `max_tokens` exceeds 1024, or the tokenizer fails or has no vocabulary. (The
+                configuration of Qwen-Image that this package carries for `solrl plan` has none
+                either, but returns zeros of the right shape.)
         """
         if max_tokens > MAX_TOKENS:
             raise InputError(
@@ -304,6 +310,6 @@ class QwenImagePipeline(Pipeline):
             latent: the transformer's latents [b, h, w, c].
 
         Returns:
-            An array of the shape and dtype of `latent`.
+            An array of the shape and dtype of `latent`, computed in this dtype.
         """
         return self.vae_config.unscale(latent)

@@ -40,13 +40,15 @@ class QwenImageConfig(TransformerConfig):
     `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `attention_head_dim * num_attention_heads`
-    features. The constructor raises ValueError for a value that is not supported.
+    features. The constructor raises ValueError for a value that is not supported; so does `read`
+    for an unknown field (`pooled_projection_dim` is ignored).
 
     Attributes:
         patch_size: 2, the only supported value: side of a patch in latent pixels.
         in_channels: number of input features of an image token: four times the channels of a
             latent.
-        out_channels: number of channels of the output latents; None: as many as `in_channels`.
+        out_channels: number of channels of the output latents; None: `in_channels`, four times
+            those of the input latents.
         num_layers: number of blocks.
         attention_head_dim: number of features of one attention head.
         num_attention_heads: number of attention heads.
@@ -116,7 +118,8 @@ class QwenImageTransformer2DModel(nnx.Module):
             rotary axes.
         gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored).
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError in the call.
         rngs: random number generators for the initial weights.
     """
 
@@ -245,8 +248,8 @@ class QwenImageBlock(nnx.Module):
             text: the text tokens, padding last. Every device has all of them.
             condition: the embedded timestep after its SiLU, from which the block computes shift,
                 scale and gate of attention and MLP for each stream.
-            rotation: cosines and sines of the rotary angles of the n + l positions, image first:
-                two float32 arrays [b or 1, n + l, head_dim / 2].
+            rotation: cosines and sines of the rotary angles of the n + l tokens that this device
+                has, image first: two float32 arrays [b or 1, n + l, head_dim / 2].
             key_lengths: the number of leading tokens of the sequence (image, then text) that each
                 sample attends to: the image tokens of all devices and the text tokens without
                 padding.
@@ -289,8 +292,8 @@ class MaskedJointAttention(JointAttention):
         head_dim: number of features of one head.
         normed: whether each head of queries and keys is normalized (RMSNorm).
         bias: whether the linear layers have biases.
-        last: must be False. True would leave out the output layer of the text, which `image_first`
-            needs (AssertionError).
+        last: must be False. True would leave out the output layer of the text, and `image_first`
+            would raise AssertionError.
         rngs: random number generators for the initial weights.
     """
 
@@ -310,8 +313,8 @@ class MaskedJointAttention(JointAttention):
                 this device.
             text: the text tokens [b, l, d], padding last, likewise an array or a lazy activation.
                 Every device has all of them.
-            rotation: cosines and sines of the rotary angles of the n + l positions, image first:
-                two float32 arrays [b or 1, n + l, head_dim / 2].
+            rotation: cosines and sines of the rotary angles of the n + l tokens that this device
+                has, image first: two float32 arrays [b or 1, n + l, head_dim / 2].
             key_lengths: the number of leading tokens of the sequence (image, then text) that each
                 sample attends to: the image tokens of all devices and the text tokens without
                 padding.
@@ -357,8 +360,9 @@ def rotary_table(rows: int, columns: int, length: int, axes_dims: tuple[int, ...
             numbers, whose sum is `head_dim`.
 
     Returns:
-        (cosines, sines) of the angles, whose frequencies have the base 10000 (`THETA`): two float32
-        arrays [1, rows * columns + length, head_dim / 2].
+        (cosines, sines) of one angle per pair of neighboring features of a head: two float32 arrays
+        [1, rows * columns + length, head_dim / 2]. For pair i, from 0, of the `dim` features of a
+        coordinate, the angle is the coordinate times `10000 ** (-2 i / dim)`.
     """
     count = rows * columns
     positions = np.zeros((3, count + length))

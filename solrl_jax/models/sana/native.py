@@ -233,7 +233,7 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
         From the name of each native tensor to the names of the diffusers tensors in the order of
         its rows: for example from "blocks.0.attn.qkv.weight" to
         ["transformer_blocks.0.attn1.to_q.weight", "...to_k.weight", "...to_v.weight"]. Most native
-        tensors have one diffusers tensor.
+        tensors have one diffusers tensor; those in `IGNORED` have no entry.
     """
     block = BLOCK | (QK_NORM if qk_norm else {})
     table = dict(OUTER)

@@ -35,7 +35,7 @@ class MhlaOverride:
 
     Attributes:
         mhla: the settings of MHLA: number of blocks, whether the released code is followed instead
-            of the paper, and whether norms are added.
+            of the paper, and whether norms of queries and keys are added to models without them.
         size: (height, width) of images in pixels. It decides how many of the blocks lie from top to
             bottom and how many from left to right, so that they are as square as possible; images
             of other sizes are divided in the same way.
@@ -56,8 +56,8 @@ class SanaPipeline(Pipeline):
         config: configuration of the transformer (`transformer/config.json`).
         vae_config: configuration of the autoencoder (`vae/config.json`).
         tokenizer: directory of the tokenizer (a path).
-        blocks: (blocks from top to bottom, blocks from left to right) into which MHLA divides the
-            image tokens; (1, 1) without MHLA.
+        mhla_layout: (blocks from top to bottom, blocks from left to right) into which MHLA divides
+            the image tokens; (1, 1) without MHLA.
     """
 
     kind = "SanaPipeline"
@@ -174,8 +174,8 @@ class SanaPipeline(Pipeline):
             latent: noisy latents [b, h, w, c], of a size that `size_multiples` allows.
             conditioning: a dictionary with "text" [b, l, d], hidden states of Gemma, and "mask" [b,
                 l], true on tokens and false on padding, as returned by `encode_text`.
-            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1]. The
-                configuration's `timestep_scale` is applied here.
+            timestep: [b], `1000 * sigma` of each latent, where the noise level sigma lies in [0,
+                1]. The configuration's `timestep_scale` is applied here.
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked or linear.
 
@@ -210,9 +210,9 @@ class SanaPipeline(Pipeline):
             prompts: one or more texts.
             max_tokens: number of tokens per prompt that the transformer sees. With those of the
                 instruction, at most 4096.
-            instruction: text before each prompt, for example the `complex_human_instruction` of
-                diffusers' `SanaPipeline` with its lines joined by line breaks. None: no
-                instruction.
+            instruction: text before each prompt, neither stripped nor in lower case, for example
+                the `complex_human_instruction` of diffusers' `SanaPipeline` with its lines joined
+                by line breaks. None or "": no instruction.
 
         Returns:
             A dictionary. "ids", int32, and "mask", bool, true on tokens and false on padding: both
@@ -222,7 +222,8 @@ class SanaPipeline(Pipeline):
             instruction all of them.
 
         Raises:
-            InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.
+            InputError: `max_tokens` is out of range, or the tokenizer fails or is a `NoVocabulary`
+                outside of this package.
         """
         texts = [prompt.lower().strip() for prompt in prompts]
         length = max_tokens

@@ -50,12 +50,13 @@ class SanaConfig(TransformerConfig):
         attention_head_dim: number of features of one head of the attention among image tokens.
         num_layers: number of blocks.
         num_cross_attention_heads: number of heads of the attention to the text.
-        cross_attention_head_dim: number of features of one head of the attention to the text.
+        cross_attention_head_dim: number of features of one head of the attention to the text. Times
+            `num_cross_attention_heads`, it may differ from the features of a token.
         cross_attention_dim: number of features of a text token after it is projected for the
             attention to the text. Must be that of an image token, which the pipeline checks.
         caption_channels: number of features of a text token as the text encoder returns it.
-        mlp_ratio: hidden width of the MLP (after its gate), divided by the number of features of a
-            token.
+        mlp_ratio: hidden width of the MLP (after its gate) divided by the number of features of a
+            token; the hidden width is rounded down.
         dropout: 0.0, the only supported value.
         attention_bias: whether the linear layers to queries, keys and values of the attention among
             image tokens have biases.
@@ -118,12 +119,14 @@ class SanaTransformer2DModel(nnx.Module):
         config: configuration of the network (`SanaConfig`): its widths, heads, blocks and patches.
         gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored).
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError in the call.
         attention: builds the attention among the image tokens. A function that takes the arguments
-            of `LinearAttention`, `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for
-            tokens of d features, and returns a module. The module is called as `module(tokens,
-            (rows, columns))` with a lazy activation [b, n, d] (one that is computed when it is
-            read), and returns an array of this shape. None: `LinearAttention`.
+            of `LinearAttention`, `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`,
+            where the three d are the features of an attending token, of an attended token and of
+            all heads together. It returns a module, which is called as `module(tokens, (rows,
+            columns))` with a lazy activation [b, n, d] (one that is computed when it is read), and
+            returns an array of this shape. None: `LinearAttention`.
         rngs: random number generators for the initial weights.
     """
 
@@ -221,10 +224,11 @@ class SanaBlock(nnx.Module):
         config: configuration of the network (`SanaConfig`), for widths, heads, norms, biases and
             the ratio of the MLP.
         attention: builds the attention among the image tokens. A function that takes the arguments
-            of `LinearAttention`, `attention((d, d, d), heads, normed=..., bias=..., rngs=...)` for
-            tokens of d features, and returns a module. The module is called as `module(tokens,
-            (rows, columns))` with a lazy activation [b, n, d] (one that is computed when it is
-            read), and returns an array of this shape.
+            of `LinearAttention`, `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`,
+            where the three d are the features of an attending token, of an attended token and of
+            all heads together. It returns a module, which is called as `module(tokens, (rows,
+            columns))` with a lazy activation [b, n, d] (one that is computed when it is read), and
+            returns an array of this shape.
         rngs: random number generators for the initial weights.
     """
 
@@ -256,7 +260,8 @@ class SanaBlock(nnx.Module):
         grid: tuple[int, int],
     ) -> Float[Array, "b n d"]:
         """Applies attention among image tokens, attention to the text, and an MLP with a
-        convolution. Each result is added to the tokens.
+        convolution. Each result is added to the tokens, those of the attention among image tokens
+        and of the MLP times gates.
 
         Args:
             x: the image tokens, row by row.
@@ -280,8 +285,8 @@ class SanaBlock(nnx.Module):
 
 
 class PatchEmbed(nnx.Module):
-    """Maps patches of latents to tokens, and adds fixed positions if the configuration has an
-    `interpolation_scale`.
+    """Maps patches of latents to tokens, and adds sinusoidal positions, which are no parameter, if
+    the configuration has an `interpolation_scale`.
 
     The released SANA models have no positions.
 
@@ -298,7 +303,8 @@ class PatchEmbed(nnx.Module):
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
         """Returns the tokens of latents, row by row. n is the number of patches.
 
-        Positions, if there are any, cover the same range of coordinates for latents of every size.
+        The coordinates of positions, if there are any, run from 0 up to `sample_size / patch_size /
+        interpolation_scale` (exclusive) for latents of every size.
 
         Args:
             latent: latents. Height and width are multiples of the patch size.

@@ -95,9 +95,9 @@ class StableDiffusion3Pipeline(Pipeline):
         self.largest_side = config.pos_embed_max_size * config.patch_size * self.compression
 
     def _open_text_encoders(self) -> None:
-        """Opens the text encoders: sets the attributes `text_encoders` and `clip_tokens` (the
-        `model_max_length` of the first CLIP's tokenizer), and checks that encoders, tokenizers and
-        transformer fit.
+        """Opens the text encoders: sets the attributes `text_encoders` (`Component`s by the names
+        of their folders) and `clip_tokens` (the `model_max_length` of the first CLIP's tokenizer),
+        and checks that encoders, tokenizers and transformer fit.
 
         T5 is left out if `model_index.json` does not name "text_encoder_3", or names no class for
         it. The constructor calls this after it has set `folder` and `config`.
@@ -160,7 +160,8 @@ class StableDiffusion3Pipeline(Pipeline):
             conditioning: a dictionary with "text" [b, l, d], the CLIP tokens and then the T5
                 tokens, and "pooled" [b, e], one embedding of the whole prompt, as returned by
                 `encode_text`.
-            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            timestep: [b], `1000 * sigma` of each latent, where the noise level sigma lies in [0,
+                1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
                 are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
@@ -202,7 +203,8 @@ class StableDiffusion3Pipeline(Pipeline):
             "text_encoder_3" (T5) [prompts, max_tokens], which is all zeros without T5.
 
         Raises:
-            InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
+            InputError: `max_tokens` is out of range, or a tokenizer fails or is a `NoVocabulary`
+                outside of this package.
         """
         tokens = {T5: np.zeros((len(prompts), max_tokens), "int32")}
         for name in self.text_encoders:
@@ -220,10 +222,10 @@ class StableDiffusion3Pipeline(Pipeline):
             tokens: the token numbers under these three names, as `tokenize` returns them.
 
         Returns:
-            A dictionary in the dtype of the CLIPs. "text" [b, l, d]: the CLIP tokens (hidden states
-            before the last layer, both CLIPs side by side, padded with zeros to the width d),
-            followed by the T5 tokens (zeros without T5). "pooled" [b, e]: the projected states of
-            the end-of-text tokens, both CLIPs side by side.
+            A dictionary in the dtype of the CLIPs. "text" [b, l, d]: the CLIP tokens (the inputs of
+            the last layer, not normalized, both CLIPs side by side, padded with zeros to the width
+            d), followed by the T5 tokens (zeros without T5). "pooled" [b, e]: the projected states
+            of the end-of-text tokens, both CLIPs side by side.
         """
         clips = [self.text_encoders[name](params[name])(tokens[name]) for name in CLIPS]
         clip_text = jnp.concatenate([clip.penultimate for clip in clips], axis=-1)
@@ -240,7 +242,7 @@ class StableDiffusion3Pipeline(Pipeline):
 
     def unscale(self, latent: Array) -> Array:
         """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor +
-        shift_factor`.
+        shift_factor` (a shift of None is 0).
 
         Args:
             latent: the transformer's latents [b, h, w, c].

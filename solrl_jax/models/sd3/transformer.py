@@ -94,16 +94,17 @@ class SD3Transformer2DModel(nnx.Module):
     """Stable Diffusion 3's network, which predicts the velocity `noise - x0` of noisy latents.
 
     Blocks of `dual_attention_layers` and all others are different kinds, and the last block, whose
-    text stream ends, is always a kind of its own. Consecutive blocks of one kind form a stack. The
-    dictionary `transformer_blocks` holds the stacks under their first and last block: "0-12",
-    "13-22", "23-23".
+    text stream ends, is always a kind of its own. Consecutive blocks of one kind form a stack: one
+    module, whose parameters have a leading axis of blocks. The dictionary `transformer_blocks`
+    holds the stacks under their first and last block: "0-12", "13-22", "23-23".
 
     Args:
         config: configuration of the network (`SD3Config`): its widths, heads, blocks, patches and
             positions.
         gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored).
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError in the call.
         rngs: random number generators for the initial weights.
     """
 
@@ -187,7 +188,8 @@ def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
         rngs: random number generators of the initial parameters.
 
     Returns:
-        The stacks in order, under the indices of their first and last block, such as "0-12".
+        The stacks in order, under the indices of their first and last block, such as "0-12". Each
+        is one `JointBlock` whose parameters have a leading axis of blocks, even for one block.
     """
 
     def make_block(rngs: nnx.Rngs, dual: bool, last: bool) -> JointBlock:
@@ -216,8 +218,8 @@ class PatchEmbed(nnx.Module):
     """Maps patches of latents to tokens, and adds positions.
 
     Positions are stored for a square of `pos_embed_max_size` patches on each side; smaller latents
-    use its center. The square is a parameter because checkpoints hold it: LoRA adapters leave it as
-    it is, but training of all parameters changes it.
+    use its center. The square is a parameter [1, patches, features] because checkpoints hold it:
+    LoRA adapters leave it as it is, but training of all parameters changes it.
 
     Args:
         config: configuration of the network (`SD3Config`).

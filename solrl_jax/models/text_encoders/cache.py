@@ -53,8 +53,8 @@ class Cache:
 
         Returns:
             The prompt's arrays by name, such as "text" [tokens, features]. None if nothing is
-            stored under the key, or if the file cannot be read or is damaged (its checksum is
-            wrong).
+            stored under the key, or if the file cannot be read or is damaged (the checksum in its
+            header is wrong).
 
         Raises:
             PermissionError: a folder of the cache may not be searched.

@@ -97,8 +97,8 @@ class TextEncoders:
         """Checks that the model accepts an instruction, if there is one.
 
         Args:
-            instruction: text before each prompt, possibly ""; None: no instruction, which every
-                model accepts.
+            instruction: text before each prompt; "" counts as one. None: no instruction, which
+                every model accepts.
 
         Raises:
             InputError: there is an instruction, but the model accepts none.
@@ -120,8 +120,8 @@ class TextEncoders:
 
         Args:
             prompts: one or more prompts.
-            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096, or fewer
-                for some models.
+            max_tokens: number of tokens to which each prompt is padded or cut. The limits are those
+                of the pipeline's `tokenize`: at most 4096, for some models less.
             instruction: text before each prompt. Models that accept none ignore it. None: no
                 instruction.
 
@@ -164,14 +164,15 @@ class TextEncoders:
     ) -> int:
         """Encodes all prompts that the cache lacks into the cache, then releases the parameters.
 
-        Without a cache, nothing happens. The parameters are also released if encoding fails or no
-        prompt is missing. A damaged file in the cache counts as an encoding, which `encode` later
-        computes again. In a run of several processes, all must call this with the same prompts.
+        Without a cache, nothing happens: loaded parameters stay. With one, they are also released
+        if encoding fails or no prompt is missing. A damaged file in the cache counts as an
+        encoding, which `encode` later computes again. In a run of several processes, all must call
+        this with the same prompts.
 
         Args:
             prompts: all prompts that will be needed, one or more.
-            max_tokens: number of tokens to which each prompt is padded or cut, up to 4096, or fewer
-                for some models.
+            max_tokens: number of tokens to which each prompt is padded or cut. The limits are those
+                of the pipeline's `tokenize`: at most 4096, for some models less.
             instruction: text before each prompt. Models that accept none ignore it. None: no
                 instruction.
             progress: a function `(total, increment)` that is called before each chunk of
@@ -208,7 +209,8 @@ class TextEncoders:
     def _keys(self, tokens: Tokens) -> list[str]:
         """Returns the keys under which the cache stores the encodings of prompts. Needs a cache.
 
-        The weight files are read if their hashes are not in the cache yet.
+        If the hashes of the weight files are not in the cache yet, the files are read and the
+        hashes stored there.
 
         Args:
             tokens: the tokens of one or more prompts: arrays by name with one row per prompt.
@@ -282,7 +284,8 @@ class TextEncoders:
 def encode_chunk(
     encoders: TextEncoders, params: dict[str, Params], tokens: TracedTokens
 ) -> Conditioning:
-    """Encodes one chunk of prompts. The jitted program is partitioned by rows over the mesh of
+    """Encodes one chunk of prompts. Jitted by `sharding.jit`: `jax.jit` with options under which
+    results do not depend on the mesh. XLA partitions the program by rows over the mesh of
     `jax.set_mesh`, which must be that of `encoders`.
 
     Args:

@@ -82,7 +82,8 @@ class Gemma2Config(ReleasedConfig):
 
         Missing fields, and a `layer_types` of None, get their defaults. Unknown fields are ignored,
         except those that would change the network. `rope_theta` may also be inside
-        `rope_parameters` or `rope_scaling`, and takes precedence there.
+        `rope_parameters` (or `rope_scaling`, if that is missing or empty), and takes precedence
+        there.
 
         Args:
             fields: the contents. They are not changed.
@@ -215,7 +216,7 @@ class Gemma2Model(nnx.Module):
 
 class DecoderLayer(nnx.Module):
     """A layer: attention, then a gated MLP (tanh GELU). Each has an RMSNorm before and one after
-    it, and its result is added to its input.
+    it, whose factor is 1 plus the weight, and its result is added to its input.
 
     Args:
         config: configuration of the network (`Gemma2Config`).

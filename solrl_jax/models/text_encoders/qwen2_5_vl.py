@@ -74,10 +74,11 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
     def from_dict(cls, fields: Mapping[str, Any]) -> "Qwen2_5_VLTextConfig":
         """Makes a configuration from the `config.json` of the whole Qwen2.5-VL, and checks it.
 
-        Missing fields get their defaults, and unknown ones are ignored. Each field is read from the
-        mapping `text_config` (transformers 5) if it is there, or else from the top level;
-        `model_type` always from the top level. `rope_theta` may also be inside `rope_parameters` or
-        `rope_scaling`, and takes precedence there. Their type "mrope" counts as not scaled.
+        Missing fields get their defaults, and unknown ones are ignored. A field that the mapping
+        `text_config` (transformers 5) has is read from there, any other from the top level;
+        `model_type` always from the top level. `rope_theta` may also be inside `rope_parameters`
+        (or `rope_scaling`, if that is missing or empty), and takes precedence there. Their type
+        "mrope" counts as not scaled.
 
         Args:
             fields: the contents, which are not changed.
@@ -159,9 +160,10 @@ def locate_language_tensors(
 
     Returns:
         The first two arguments of `weights.load_tensors`: a list with one entry per parameter,
-        which has the tensor names in the files ("model.language_model..." in transformers 5,
-        "model..." in 4); and a dictionary with the position of every tensor in the files by name,
-        ignored ones included.
+        which has the names of its tensors in the files, in a stack of layers one per layer
+        ("model.language_model..." in transformers 5, "model..." in 4); and a dictionary with the
+        position (file, offset, dtype and shape) of every tensor in the files by name, ignored ones
+        included.
 
     Raises:
         FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files

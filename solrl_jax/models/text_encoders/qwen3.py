@@ -73,7 +73,8 @@ class Qwen3Config(ReleasedConfig):
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
         Missing fields get their defaults, and unknown ones are ignored. `rope_theta` may also be
-        inside `rope_parameters` or `rope_scaling`, and takes precedence there.
+        inside `rope_parameters` (or `rope_scaling`, if that is missing or empty), and takes
+        precedence there.
 
         Args:
             fields: the contents. They are not changed.
@@ -115,9 +116,10 @@ def open_qwen3(folder: Path, config: Qwen3Config, states: Sequence[int]) -> Comp
     Args:
         folder: the text encoder's folder, with the weights.
         config: configuration of the whole network.
-        states: indices, 0 or more, of the hidden states that the network returns. State 0 is the
-            embedded tokens, and state i the output of layer i, counted from 1. The largest index is
-            at least 1 and less than `config.num_hidden_layers`.
+        states: indices of the hidden states that the network returns. State 0 is the embedded
+            tokens, and state i the output of layer i, counted from 1. The largest index is at least
+            1 and less than `config.num_hidden_layers`. A negative index, which is not checked,
+            returns state 0.
 
     Returns:
         The network `Qwen3Model` without its parameters, which can be loaded from `folder`.

@@ -87,10 +87,10 @@ class T5Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, `quantization_config` is
-                set; or `model_type` is there but not "t5" (UMT5: "umt5"), `is_decoder` not False,
-                `dense_act_fn` not "gelu_new", or `is_gated_act` not True. The message names the
-                field.
+            ValueError: a field has a type or value that is not supported; `quantization_config` is
+                set; or one of these is there with another value: `model_type` ("t5"; UMT5: "umt5"),
+                `is_decoder` (False), `dense_act_fn` ("gelu_new"), `is_gated_act` (True). The
+                message names the field.
         """
         config = super().from_dict(fields)
         # Transformers would use the last two fields, although they repeat `feed_forward_proj`.
@@ -358,11 +358,12 @@ class T5FeedForward(nnx.Module):
 
 
 def shared_bias(config: T5Config, rngs: nnx.Rngs) -> nnx.Param:
-    """Returns the table of position biases that all layers of T5 share, as a new parameter.
+    """Returns the table of position biases that all layers of T5 share, as a new parameter. (The
+    tables of UMT5 are made by `T5Attention`.)
 
     Args:
         config: configuration of the network: the number of buckets and of heads, and the width
-            `d_model`. The standard deviation of the initial values is `d_model ** -0.5`.
+            `d_model`. The initial values are normal with the standard deviation `d_model ** -0.5`.
         rngs: random number generators for the initial values.
 
     Returns:

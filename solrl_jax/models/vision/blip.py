@@ -92,14 +92,14 @@ class ImageReward(nnx.Module):
     ) -> Float[Array, " b"]:
         """Returns the reward of each image for its prompt.
 
-        The head computes it from the state of the prompt's first token. It is standardized: it has
-        mean 0 and standard deviation 1 over ImageReward's training images.
+        The head computes it from the state of the prompt's first token. Rewards are standardized:
+        they have mean 0 and standard deviation 1 over ImageReward's training images.
 
         Args:
             pixels: Images of `image_size` by `image_size` pixels, normalized by mean and standard
                 deviation per channel (`Preprocessing`).
-            input_ids: Token numbers of each image's prompt, at most `positions` per prompt, which
-                is not checked.
+            input_ids: Token numbers of each image's prompt, which begins with BERT's [CLS]; at most
+                `positions` per prompt, which is not checked.
             mask: True on tokens, false on padding, which is not attended to.
 
         Returns:
@@ -365,6 +365,6 @@ class NormedProjection(nnx.Module):
             stream: The tokens to which the result is added (the residual stream).
 
         Returns:
-            The new residual stream, of the shape of `stream`.
+            The new residual stream, of the shape and dtype of `stream`. (`x` has the same dtype.)
         """
         return self.LayerNorm(self.dense(x) + stream)

@@ -192,8 +192,8 @@ class CLIPConfig(ReleasedConfig):
         """Makes a configuration from the contents of a `config.json`, and checks it with both
         towers.
 
-        Missing fields get their defaults, those of a missing tower too, and unknown ones are
-        ignored.
+        Missing fields get their defaults, those of a missing or null tower too, and unknown ones
+        are ignored.
 
         Args:
             fields: The contents. The mappings "text_config" and "vision_config" hold the fields of
@@ -205,7 +205,8 @@ class CLIPConfig(ReleasedConfig):
 
         Raises:
             ValueError: If a field has a type or value that is not supported, a `model_type` is
-                another one, or `quantization_config` is set. The message names the field.
+                there and not "clip" (in a tower, not "clip_text_model" or "clip_vision_model"), or
+                `quantization_config` is set. The message names the field.
             AttributeError: If a tower's fields are no mapping.
         """
         text = CLIPTextConfig.from_dict(_tower_fields(fields, "text_config"))
@@ -224,7 +225,7 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
         name: "text_config" or "vision_config".
 
     Returns:
-        The fields, unchecked; {} if the file has none.
+        The fields, unchecked; {} if the file has none or null.
     """
     oldest = fields.get(f"{name}_dict")
     if oldest is not None:
@@ -454,7 +455,7 @@ class TextModel(nnx.Module):
 
 class VisionModel(nnx.Module):
     """CLIP's vision transformer over the patches of an image and one class token, whose state
-    stands for the image.
+    stands for the image. It has a layer norm before its first layer and one at the end.
 
     Args:
         config: The configuration of the tower (`CLIPVisionConfig`).
@@ -469,7 +470,7 @@ class VisionModel(nnx.Module):
         self.post_layernorm = LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b d"]:
-        """Returns the normalized state of each image's class token.
+        """Returns the state of each image's class token, after the final layer norm.
 
         Args:
             pixels: Images of `image_size` by `image_size` pixels, normalized by mean and standard

@@ -41,9 +41,10 @@ class Preprocessing:
     Attributes:
         size: Height and width of the result in pixels.
         kernel: Resampling kernel, with antialiasing: "bilinear" or "bicubic".
-        eight_bit: Whether to work on 8-bit images, as Pillow does: values, times 255, are rounded
-            to integers (half to even before resizing, half up after each axis) and clipped.
-            Otherwise the result is that of PyTorch, neither rounded nor clipped.
+        eight_bit: Whether to work on 8-bit images, as Pillow does: the image times 255 is rounded
+            to integers (half to even), then resized along the width and along the height, each time
+            with rounding (half up). All three results are clipped to 0 to 255. Otherwise the result
+            is that of PyTorch, neither rounded nor clipped.
         fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
             center is kept. "pad": its longer edge is resized to `size`, and black is added on both
             sides before the normalization (of an odd number of pixels, one more at the right or
@@ -127,8 +128,9 @@ def resize_matrix(n_in: int, n_out: int, kernel: Kernel) -> Float[np.ndarray, "n
     """Returns the matrix that resizes one axis of images: the weight of each input pixel in each
     output pixel.
 
-    As in Pillow and PyTorch with antialiasing: when an image shrinks, the kernel is widened by the
-    same factor, and at the border it is cut off and rescaled.
+    As in Pillow and PyTorch with antialiasing: the kernel of output pixel i is centered at `(i +
+    0.5) n_in / n_out`, and input pixel j is at j + 0.5; when an image shrinks, the kernel is
+    widened by the same factor, and at the border it is cut off and rescaled.
 
     Args:
         n_in: Number of input pixels.
@@ -217,9 +219,9 @@ def _resample(x: Array, matrix: np.ndarray, axes: str) -> Array:
 def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
     """Resizes one axis of 8-bit images by a matrix, with exactly the result of Pillow.
 
-    Pillow sums integers that float32 cannot represent exactly. Here each weight is split into an
-    upper and a lower part. The sum over each part is exact in float32, and both are added as int32
-    and rounded half up. So the result has the same bits on every backend.
+    Pillow sums integers that float32 cannot represent exactly. Here each weight is split into a
+    multiple of 2**-11 and a remainder. The sum over each part is exact in float32; both are added
+    as int32, rounded half up and clipped. So the result has the same bits on every backend.
 
     Args:
         x: Images in float32 with the values 0, 1, ..., 255.

@@ -58,18 +58,20 @@ def locate_open_clip_tensors(
     """Finds the tensors of a `CLIPModel` in a file in OpenCLIP's layout, and checks that they fit.
     Only the header of the file is read.
 
-    OpenCLIP keeps queries, keys and values of a layer in one tensor, and stores some matrices
-    transposed. The function serves as the argument `locate` of a `Component`.
+    OpenCLIP keeps queries, keys and values of a layer in one tensor, and stores the two projections
+    to the shared space transposed. The function serves as the argument `locate` of a `Component`,
+    which reads the tensors that it finds.
 
     Args:
         file: The safetensors file.
         state: Abstract state of the `CLIPModel`.
 
     Returns:
-        A list with one entry per parameter; the matrices that OpenCLIP stores transposed have the
-        `layout` "same", because they have this package's order of axes, [in, out]; and a dictionary
-        with the position of each tensor under its name in transformers. The position of queries,
-        keys or values is that of their third of a tensor.
+        A list with one entry per parameter: its path, the names of its tensors in transformers, and
+        its `layout`, which is "same" (not transposed when read) for the two projections, because
+        OpenCLIP has this package's order of axes, [in, out]; and a dictionary with the position of
+        each tensor under its name in transformers. The position of queries, keys or values is that
+        of their third of a tensor.
 
     Raises:
         ValueError: If the file is missing or cannot be read, or if tensors are missing, unexpected,
@@ -136,7 +138,7 @@ def _third(tensor: StoredTensor, index: int) -> StoredTensor:
 
     Returns:
         A `StoredTensor` for these rows: with a third of the rows in its shape, and the offset of
-        their first byte as `byte_offset`. Its name is that of the whole tensor.
+        their first byte in the file as `byte_offset`. Its name is that of the whole tensor.
     """
     shape = (tensor.shape[0] // len(THIRDS), *tensor.shape[1:])
     size = math.prod(shape) * np.dtype(STORED_DTYPES[tensor.dtype]).itemsize

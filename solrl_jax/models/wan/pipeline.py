@@ -35,14 +35,18 @@ class WanPipeline(Pipeline):
     """Wan 2.1 T2V, and Wan 2.2 TI2V 5B without an initial image: clips of 4 k + 1 frames. UMT5
     encodes the prompt.
 
-    Guidance takes a second evaluation. The attention among the tokens of a clip can run in FP8.
+    Guidance needs a second evaluation of `velocity`, with the negative prompt. The attention among
+    the tokens of a clip can run in FP8.
 
     Wan 2.2 TI2V (`expand_timesteps`) gives the transformer one timestep per token, which is 0 for
     the tokens of an initial image. Without an image all tokens have the same timestep, as in Wan
-    2.1.
+    2.1, so the field only selects the default size and the playback rate here.
 
-    `WanPipeline(folder, gradient_checkpointing)` opens a model directory in the layout of diffusers
-    without reading a weight. The attributes below are in addition to those of `Pipeline`.
+    `WanPipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the layout
+    of diffusers without reading a weight. It raises FileNotFoundError if a configuration or the
+    tokenizer is missing, and ValueError if one is not supported or two do not fit together.
+    `gradient_checkpointing` ("none", the default, "matmuls" or "blocks") says what the backward
+    pass of the transformer recomputes. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -122,8 +126,8 @@ class WanPipeline(Pipeline):
                 may be an array, a quantized weight, or a weight with its LoRA adapter. Stacked
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
-            latent: noisy latents [b, t, h, w, c]. Height and width are multiples of the side of a
-                patch.
+            latent: noisy latents [b, t, h, w, c]: t = k + 1 latent frames for a clip of 4 k + 1
+                frames. Height and width are multiples of the side of a patch.
             conditioning: a dictionary with "text" [b, l, d], hidden states of UMT5 with zeros on
                 padding, as returned by `encode_text`.
             timestep: `1000 * sigma` of each latent [b], where the noise level sigma lies in [0, 1].
@@ -156,8 +160,8 @@ class WanPipeline(Pipeline):
             prompts: one or more texts.
             max_tokens: number of tokens to which each prompt is padded or cut, its end-of-text
                 token included: up to 512 (`MAX_TOKENS`), and at least the number of special tokens
-                that the tokenizer adds (1 for UMT5). The network attends to padding, too, so that
-                this number changes clips.
+                that the tokenizer adds (1 for UMT5). The transformer attends to the zeros that
+                `encode_text` gives for padding, so that this number changes clips.
             instruction: ignored: Wan takes no instruction.
 
         Returns:
@@ -166,7 +170,8 @@ class WanPipeline(Pipeline):
 
         Raises:
             InputError: `max_tokens` is outside of these limits, or the tokenizer fails or has no
-                vocabulary.
+                vocabulary. (The tokenizers that this package carries for `solrl plan` have none
+                either, but return zeros.)
         """
         if max_tokens > MAX_TOKENS:
             raise InputError(
@@ -216,9 +221,10 @@ def _check_index(index: Path) -> bool:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read; the model has a second transformer for low noise
-            (Wan 2.2 A14B), because `transformer_2` or `boundary_ratio` is there and not null; or
-            `expand_timesteps` is not a bool. The message names the field.
+        ValueError: the file cannot be read; the model has a second transformer for low noise (Wan
+            2.2 A14B), because `transformer_2` is there and neither null nor [null, null], or
+            `boundary_ratio` is there and not null; or `expand_timesteps` is there and not a bool.
+            The message names the field.
     """
     fields = read_json(index)
     one_transformer = "None: models with a second transformer for low noise are not supported"

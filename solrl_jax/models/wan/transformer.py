@@ -57,7 +57,7 @@ class WanConfig(TransformerConfig):
         cross_attn_norm: whether tokens are normalized before they attend to the text.
         qk_norm: "rms_norm_across_heads", the only supported value: queries and keys of both
             attentions are normalized, over all heads together.
-        eps: epsilon of all norms.
+        eps: epsilon of all norms, those of queries and keys included.
         image_dim: number of features of an image with which the clip begins; only None (no such
             image) is supported.
         added_kv_proj_dim: number of features of keys and values of such an image; only None is
@@ -176,8 +176,9 @@ class WanTransformer3DModel(nnx.Module):
 
         Raises:
             ValueError: height or width is no multiple of the side of a patch; there are more
-                frames, rows or columns of patches than `rope_max_seq_len`; or the size of the mesh
-                axis `sequence` does not divide the number of tokens of a clip.
+                frames, rows or columns of patches than `rope_max_seq_len`; or the size of the axis
+                `sequence` of the mesh that is set (`jax.set_mesh`), over which the tokens of a clip
+                are split, does not divide their number.
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         config = self.config
@@ -218,8 +219,8 @@ class WanTransformer3DModel(nnx.Module):
 
 
 class PatchEmbedding(nnx.Module):
-    """Maps each patch of each latent frame to one token by a linear layer. In checkpoints it is a
-    convolution whose stride is its kernel size.
+    """Maps each patch of each latent frame, as a vector of (row, column, channel), to one token by
+    a linear layer. In checkpoints it is a convolution whose stride is its kernel size.
 
     Args:
         config: configuration of the network (`WanConfig`), for the patches, the channels of the
@@ -255,7 +256,7 @@ class PatchEmbedding(nnx.Module):
 
 class ConditionEmbedding(nnx.Module):
     """The layers that embed the timestep (`condition`) and project the text (`text_embedder`: a
-    linear layer, GELU and a linear layer).
+    linear layer, GELU in its tanh form and a linear layer).
 
     Args:
         d: number of features of a token of the network.
@@ -276,13 +277,13 @@ class ConditionEmbedding(nnx.Module):
 
         Args:
             timestep: `1000 * sigma` of each sample.
-            dtype: dtype of the network. The embedding is rounded to it, and projected in it, as in
-                the released code.
+            dtype: dtype of the network, to which the embedding is rounded, and in which it is
+                projected, as in the released code.
 
         Returns:
-            (embedding, vectors), both float32 after this rounding. The embedding [b, d] modulates
-            the output of the network. All blocks share the six vectors [b, 6, d]: shift, scale and
-            gate of the attention among the tokens, then of the MLP.
+            (embedding, vectors): values of `dtype`, stored in float32. The embedding [b, d]
+            modulates the output of the network. All blocks share the six vectors [b, 6, d]: shift,
+            scale and gate of the attention among the tokens, then of the MLP.
         """
         embedded = self.time_embedder(timestep, jnp.float32).astype(dtype)
         vectors = self.time_proj(jax.nn.silu(embedded)).astype(jnp.float32)
@@ -290,7 +291,8 @@ class ConditionEmbedding(nnx.Module):
 
 
 class WanBlock(nnx.Module):
-    """A block: attention among the tokens of the clip, attention to the text, and an MLP.
+    """A block: attention among the tokens of the clip, attention to the text, and an MLP (GELU in
+    its tanh form).
 
     Args:
         config: configuration of the network (`WanConfig`), for widths, heads and norms.
@@ -318,11 +320,13 @@ class WanBlock(nnx.Module):
         fp8_attention: bool = False,
     ) -> Float[Array, "b n d"]:
         """Applies attention among the tokens, attention to the text and an MLP, and adds the result
-        of each to the tokens (that of the text without a gate). Modulation, `norm * (1 + scale) +
-        shift`, gates and the sums that they enter are in float32.
+        of each to the tokens (that of the text without a gate). The modulation `norm * (1 + scale)
+        + shift` and the gated sums `x + gate * result` are computed in float32 and rounded to the
+        dtype of `x`.
 
         Args:
-            x: the tokens of the clip, frame by frame.
+            x: the tokens of the clip, frame by frame; under sequence parallelism (`shard_tokens`),
+                those of this device, which attend to those of all devices.
             text: the projected text tokens, all of which are attended to.
             modulation: six vectors per sample in float32: shift, scale and gate of the attention
                 among the tokens, then of the MLP. The block's learned table is added to them here.
@@ -349,13 +353,13 @@ class ClipAttention(AttentionProjections):
     `normed` is set, and then rotated by the positions of the tokens.
 
     Args:
-        widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
-            together.
+        widths: `(d, d, inner)`: the number d of features of a token, once for queries, once for
+            keys and values; and the number of features of all heads together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
             together.
-        bias: Whether the linear layers to queries, keys and values have biases. The output layer
-            always has one.
+        bias: Whether the linear layers to queries, keys and values have biases, by default True.
+            The output layer always has one.
         eps: The epsilon of the norms, 1e-5 by default.
         rngs: Random number generators for the initial weights.
     """
@@ -363,7 +367,9 @@ class ClipAttention(AttentionProjections):
     def __call__(
         self, x: Activation, rotation: Rotation, *, fp8_attention: bool = False
     ) -> Float[Array, "b n d"]:
-        """Applies softmax attention of the tokens to each other, and the output layer.
+        """Applies softmax attention of the tokens to each other, and the output layer. Under
+        sequence parallelism (`shard_tokens`), the tokens of this device attend to those of all
+        devices.
 
         Args:
             x: the tokens [b, n, d], an array or a lazy activation (one that is computed when it is
@@ -401,8 +407,8 @@ def rotary_table(frames: int, rows: int, columns: int, axes_dims: tuple[int, ...
     """Returns the cosines and sines of the rotary angles of the tokens of a clip, frame by frame
     and row by row.
 
-    The coordinates of a token are its frame, row and column, each counted from 0. The base of the
-    frequencies is 10000 (`THETA`).
+    The coordinates of a token are its frame, row and column, each counted from 0. Pair i of the
+    `dim` features that a coordinate rotates has the frequency `10000 ** (-2 i / dim)` (`THETA`).
 
     Args:
         frames: number of latent frames.

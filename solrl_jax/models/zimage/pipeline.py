@@ -30,10 +30,14 @@ DEFAULT_SIDE = 1024  # of images, in pixels; no released config has it
 
 
 class ZImagePipeline(Pipeline):
-    """Z-Image or Z-Image-Turbo: Qwen3 encodes the prompt. Guidance takes a second evaluation.
+    """Z-Image or Z-Image-Turbo: Qwen3 encodes the prompt. Guidance needs a second evaluation of
+    `velocity`, with the negative prompt.
 
-    `ZImagePipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
-    diffusers without reading a weight. The attributes below are in addition to those of `Pipeline`.
+    `ZImagePipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the
+    layout of diffusers without reading a weight. It raises FileNotFoundError if a configuration or
+    the tokenizer is missing, and ValueError if one is not supported or two do not fit together.
+    `gradient_checkpointing` ("none", the default, "matmuls" or "blocks") says what the backward
+    pass of the transformer recomputes. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -50,7 +54,10 @@ class ZImagePipeline(Pipeline):
 
         Args:
             guidance_scale: `rollout.guidance_scale` of the run, 1 + s for the scale s of diffusers.
-            true_cfg_scale: ignored, always 1.
+            true_cfg_scale: ignored: a run of a model without embedded guidance has 1.
+
+        Returns:
+            {"guidance_scale": s}; s is 0 (no guidance) for a `guidance_scale` up to 1.
         """
         return {"guidance_scale": max(guidance_scale - 1, 0.0)}
 
@@ -129,7 +136,8 @@ class ZImagePipeline(Pipeline):
                 leaves are whole.
             latent: noisy latents [b, h, w, c], of even height and width.
             conditioning: a dictionary with "text" [b, l, d], hidden states of Qwen3, and "mask" [b,
-                l], true on tokens and false on padding, as returned by `encode_text`.
+                l], true on tokens and false on the padding after them, as returned by
+                `encode_text`.
             timestep: `1000 * sigma` of each latent [b], where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: must be False, because the attention is masked.
@@ -139,8 +147,10 @@ class ZImagePipeline(Pipeline):
 
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, image or
-                text is too large for the transformer, or the size of the mesh axis `sequence` does
-                not divide the number of (padded) tokens.
+                text is too large for the transformer (`config.axes_lens`,
+                `config.max_text_tokens`), or the size of the mesh axis `sequence` does not divide
+                the number of image tokens, or that of all tokens, with their padding to multiples
+                of 32.
             KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
                 "blocks".
         """
@@ -154,8 +164,8 @@ class ZImagePipeline(Pipeline):
     def tokenize(
         self, prompts: Sequence[str], max_tokens: int, instruction: str | None = None
     ) -> Tokens:
-        """Tokenizes each prompt as a user's turn of a chat, with Qwen3's reasoning switched on
-        (`enable_thinking`), padded on the right.
+        """Tokenizes each prompt as a user's turn of a chat, up to where the answer begins, with
+        Qwen3's reasoning switched on (`enable_thinking`), padded on the right.
 
         Args:
             prompts: one or more texts.
@@ -169,8 +179,9 @@ class ZImagePipeline(Pipeline):
             and "mask", bool, true on tokens and false on padding.
 
         Raises:
-            InputError: `max_tokens` is out of range, or the tokenizer fails or has no usable chat
-                template or no vocabulary.
+            InputError: `max_tokens` is too large, or the tokenizer fails or has no usable chat
+                template or no vocabulary. (The tokenizers that this package carries for `solrl
+                plan` have none either, but return zeros.)
         """
         if max_tokens > self.config.max_text_tokens:
             raise InputError(
@@ -190,15 +201,15 @@ class ZImagePipeline(Pipeline):
 
         Returns:
             A dictionary. "text" [b, l, d]: the hidden states before Qwen3's last layer, without a
-            final norm, in the dtype of the text encoder. "mask" [b, l], bool: true on tokens, false
-            on padding.
+            final norm, in the dtype of the text encoder; those of padding are not zero. "mask" [b,
+            l], bool: that of `tokens`.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}
 
     def unscale(self, latent: Array) -> Array:
         """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor +
-        shift_factor`.
+        shift_factor`, two fields of `vae_config` (a `shift_factor` of None is 0).
 
         Args:
             latent: the transformer's latents [b, h, w, c].

@@ -53,7 +53,7 @@ class ZImageConfig(ReleasedConfig):
         n_heads: number of attention heads.
         n_kv_heads: number of heads of keys and values. Must equal `n_heads`.
         norm_eps: epsilon of the norms of the blocks (except those of queries and keys) and of the
-            text.
+            norm before the linear layer that maps the text to `dim` features.
         qk_norm: whether each head of queries and keys is normalized (RMSNorm with epsilon 1e-5).
         cap_feat_dim: number of features of a text token, as the text encoder returns it.
         siglip_feat_dim: number of features of images in the prompt; only None (no such images) is
@@ -194,9 +194,10 @@ class ZImageTransformer2DModel(nnx.Module):
         """Predicts the velocity `noise - x0` at `latent`.
 
         Timestep and sign are those of this package; the released network's (`t_scale * (1 - sigma)`
-        and `x0 - noise`) are converted here. As in the released network, the image and each
-        sample's text are padded to multiples of 32 tokens with learned padding tokens, which are
-        attended to. Further padding of the text is not.
+        and `x0 - noise`) are converted here. As in the released network, the sequence is the image,
+        then the text; the image and each sample's text are padded to multiples of 32 tokens with
+        learned padding tokens, which are attended to. Further padding of the text is not attended
+        to.
 
         Args:
             latent: noisy latents. Height and width are even.
@@ -209,10 +210,11 @@ class ZImageTransformer2DModel(nnx.Module):
             The velocity, of the shape and dtype of `latent`.
 
         Raises:
-            ValueError: height or width is odd; image or text is larger than `config.axes_lens`
-                allows; or the size of the mesh axis `sequence` does not divide the number of image
-                tokens, or that of image and text tokens together, with their padding to multiples
-                of 32.
+            ValueError: height or width is odd; the image has more rows or columns of tokens than
+                `config.axes_lens`; l exceeds `config.max_text_tokens`; or the size of the axis
+                `sequence` of the mesh that is set (`jax.set_mesh`) does not divide the number of
+                image tokens, or that of image and text tokens together, with their padding to
+                multiples of 32.
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
@@ -325,16 +327,16 @@ def _repeat_token(
 
 
 class Block(nnx.Module):
-    """Attention, then a SiLU-gated MLP. Each has a norm before and a norm after it, and its result
+    """Attention, then a SiLU-gated MLP. Each has an RMSNorm before and one after it, and its result
     is added to its input.
 
     The hidden width of the MLP is 8/3 times `dim`, rounded down.
 
     Args:
         config: configuration of the network (`ZImageConfig`).
-        modulated: whether the timestep modulates the block: a linear layer maps it to scales and
-            gates. The norms before attention and MLP are multiplied by `1 + scale`, and those after
-            them by `tanh(gate)`.
+        modulated: whether the timestep modulates the block: a linear layer maps it to scale and
+            gate of the attention, then of the MLP. The norms before attention and MLP are
+            multiplied by `1 + scale`, and those after them by `tanh(gate)`.
         rngs: random number generators for the initial weights.
     """
 
@@ -362,11 +364,12 @@ class Block(nnx.Module):
         scale`, and the normalized result by `tanh(gate)`.
 
         Args:
-            x: the tokens.
+            x: the tokens; under sequence parallelism (`shard_tokens`), those of this device, which
+                attend to those of all devices.
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
-            key_lengths: the number of leading tokens that each sample attends to, at least 1; None:
-                all.
+            key_lengths: the number of leading tokens (of all devices) that each sample's tokens
+                attend to, at least 1; None: all. The tokens after them are processed, too.
             condition: the embedded timestep, in the dtype of `x`, which a linear layer (without
                 SiLU before it) maps to scales and gates. None: no modulation, even if the block is
                 `modulated`. A block that is not `modulated` ignores it.
@@ -428,8 +431,8 @@ def rotary_tables(
 
     Both sequences include their padding to multiples of 32. A position has three coordinates: (i,
     0, 0) for text token i, counted from 1, padding included; (p + 1, row, column) for an image
-    token, where p is the sample's entry of `text_lengths`; and (0, 0, 0) for the padding of the
-    image.
+    token, where p is the sample's entry of `text_lengths` and rows and columns count from 0; and
+    (0, 0, 0) for the padding of the image.
 
     Args:
         config: configuration of the network.

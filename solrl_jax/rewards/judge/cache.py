@@ -45,10 +45,11 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
 class Cache:
     """The scores of a judge on disk: one SQLite file in a directory, from request keys to scores.
 
-    `Cache(folder)` opens the file `scores.sqlite` in the directory, creates both if missing, and
-    raises ScoringFailure if it cannot. Several processes may use the same file at once. Entries are
-    never removed, and there is no limit on their number. An object may only be used in the thread
-    that created it; calls in others raise ScoringFailure.
+    `Cache(folder)` opens the file `scores.sqlite` in the directory, creates both and missing
+    parents, and raises ScoringFailure if it cannot or the file stays locked for 30 seconds. While
+    it is open, SQLite has two more files beside it. Several processes may use the same file at
+    once. Entries are never removed, and there is no limit on their number. An object may only be
+    used in the thread that created it; calls in others raise ScoringFailure.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,7 +99,7 @@ class Cache:
             raise self._failure(error) from None
 
     def write(self, key: str, scores: Mapping[str, float]) -> None:
-        """Stores the scores of a request in the file, in place of any that it had.
+        """Stores the scores of a request in the file at once, in place of any that it had.
 
         Args:
             key: The key of the request, from `cache_key`.

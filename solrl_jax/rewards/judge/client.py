@@ -34,8 +34,9 @@ def find_key(settings: JudgeSettings) -> str:
     """Returns the API key of an endpoint.
 
     The key is the password for the host of the endpoint in the user's netrc file (~/.netrc, or the
-    file in the variable NETRC). Without one it is the value of an environment variable: the one
-    that `api_key_env` names, or by default OPENAI_API_KEY for openai.com and its subdomains and
+    file in the variable NETRC), or that of its entry "default". Without one, if it is empty, or if
+    the file cannot be parsed, it is the value of an environment variable: the one that
+    `api_key_env` names, or by default OPENAI_API_KEY for openai.com and its subdomains and
     JUDGE_API_KEY for other hosts.
 
     Args:
@@ -112,10 +113,12 @@ class Answer:
 class Client:
     """The connection of a process to an OpenAI-compatible endpoint.
 
-    The constructor gets the judge's options and the most requests at once. `ask` sends one request
-    (the message it is given, with the model, the seed and `extra` of the options and the
-    temperature 0) and returns its `Answer`. All requests must run in one event loop. Idle
-    connections stay open for further requests until `close`.
+    `Client(settings, concurrency)` gets the judge's options and the most requests at once. The
+    coroutine `ask(content, deadline, **fields)` sends one request (the parts of a message and
+    further fields such as max_tokens, with the model, the seed and `extra` of the options and the
+    temperature 0), repeats it after temporary failures, and returns its `Answer`. All requests must
+    run in one event loop. Idle connections stay open for further requests until the coroutine
+    `close`.
     """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
@@ -212,9 +215,9 @@ class Client:
             None.
 
         Raises:
-            ScoringFailure: In place of errors of the packages openai and httpx2, TimeoutError,
-                ValueError and a ScoringFailure of the body. The message is one line, with "***" in
-                place of the API key. Other errors pass unchanged.
+            ScoringFailure: In place of errors of the packages openai and httpx2 (its HTTP client),
+                TimeoutError, ValueError and a ScoringFailure of the body. The message is one line,
+                with "***" in place of the API key. Other errors pass unchanged.
         """
         try:
             yield
@@ -245,8 +248,9 @@ class _BoundedStream(httpx2.AsyncByteStream):
     """The body of an answer, read as it arrives, that is given up after 2**20 bytes
     (`MAX_ANSWER_BYTES`).
 
-    Iterating over it yields the parts of the body as the server sent them (compressed bodies are
-    refused before). It raises `ScoringFailure` instead of yielding the part that exceeds the limit.
+    Iterating over it yields the parts of the body as the server sent them (`_bound_response`
+    refuses compressed bodies before). It raises `ScoringFailure` instead of yielding the part that
+    exceeds the limit.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -313,8 +317,8 @@ def _first_tokens(logprobs: Any) -> list[tuple[str, float]] | None:
 
     Returns:
         Pairs (token, natural logarithm of its probability) in the order of the answer: the entries
-        of "top_logprobs", or only the chosen token if there are none. None if the answer has no
-        log-probabilities. Infinite ones pass.
+        of "top_logprobs", or only the chosen token if there are none. None if `logprobs` is None,
+        or its "content" is missing, null or empty. Infinite numbers pass.
 
     Raises:
         TypeError, LookupError, AttributeError: If the field is not as OpenAI defines it, or a

@@ -56,10 +56,10 @@ def probe(judge: Judge) -> Support:
     """Finds out by requests what the endpoint of a judge supports.
 
     First sends the request that the judge would send for a gray square of 64 x 64 pixels (or two of
-    them, if the judge compares). While requests are refused with a status of 4xx, sends it again
-    with one thing left out, if it has that: first the seed, then the log-probabilities, the JSON
-    schema and the images, and at last all of these. Nothing is repeated (whatever the option
-    `retries`), and the cache is neither read nor written.
+    them, if the judge compares). While requests are refused with a status of 4xx, sends it again,
+    each time with one thing left out, if it has that: the seed, the log-probabilities, the JSON
+    schema or the images, in this order, and at last with all of these left out. Nothing is repeated
+    (whatever the option `retries`), and the cache is neither read nor written.
 
     Args:
         judge: The judge. The API key comes from ~/.netrc or the environment, as in a run.
@@ -148,8 +148,8 @@ def describe(support: Support) -> str:
 
     Returns:
         E.g. "answers 'Yes' in 0.52 s; images yes, log-probabilities 20, schema yes, seed accepted,
-        fingerprint no". "schema" is missing if the judge sends none. A fingerprint is cut to 40
-        characters.
+        fingerprint no". "schema" is missing if the judge sends none. What the endpoint does not
+        support is "no", also for "seed". A fingerprint is cut to 40 characters.
     """
     facts: dict[str, Any] = {
         "images": support.images,

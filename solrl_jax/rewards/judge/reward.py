@@ -69,7 +69,7 @@ def judge(
         ScoringFailure: If images could not be scored. Its `scores` are the arrays of the result,
             with NaN for these images. Without scores if the cache cannot be opened.
         ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
-            such text.
+            such text (KeyError if it lacks a key).
         InputError: If the cache's directory is a file, or there is no home directory for it.
     """
     check_arguments("judge", images, prompts, metadata)
@@ -117,7 +117,7 @@ def compare(
         ScoringFailure: If pairs could not be compared. Its `scores` are {"reward": the
             preferences}, with NaN for these pairs. Without scores if the cache cannot be opened.
         ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
-            such text.
+            such text (KeyError if it lacks a key).
         InputError: If the cache's directory is a file, or there is no home directory for it.
     """
     check_arguments("judge", first, prompts, metadata)
@@ -153,9 +153,10 @@ class _EncodedImage:
 class Service:
     """A judge with its cache and its connection, kept open between the calls of a worker process.
 
-    `score_all` answers a call: it takes scores from the cache, asks the endpoint for the others and
-    stores them. The requests run in an event loop that the object owns and that runs only during
-    `score_all`.
+    `Service(judge, concurrency)` opens the cache. `score_all` answers a call: it takes scores from
+    the cache, asks the endpoint for the others and stores them. The requests run in an event loop
+    that the object owns and that runs only during `score_all`. All calls must come from the thread
+    that created the object.
     """
 
     def __init__(self, judge: Judge, concurrency: int) -> None:
@@ -228,8 +229,9 @@ class Service:
             criteria, each criterion (`Judge.others`). NaN in rows that are None in `sent`.
 
         Raises:
-            ScoringFailure: If a request failed. Its `scores` are the arrays, with NaN in the rows
-                that failed, and its message is that of the first one.
+            ScoringFailure: If a request failed, or the cache could not be read or written for it.
+                Its `scores` are the arrays, with NaN in the rows that failed, and its message is
+                that of the first one.
             ValueError: If `sent` and `prompts` differ in length.
             Exception: The first other error of a request, after all requests have ended.
         """
@@ -412,7 +414,8 @@ class Service:
 def _open_service(options: str, concurrency: int) -> Service:
     """Returns the `Service` of this process for a judge.
 
-    It is opened by the first call with these arguments and stays open for the life of the process.
+    It is opened by the first call with these arguments, which also creates the directory and the
+    file of the cache if missing, and stays open for the life of the process.
 
     Args:
         options: The `Judge` (its options, question and criteria) as JSON text from

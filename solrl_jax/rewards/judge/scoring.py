@@ -31,7 +31,7 @@ def score_digits(tokens: Tokens, low: int, high: int) -> float:
         E = sum_d d p(d) / sum_d p(d)    with d = low, ..., high
         score = (E - low) / (high - low)
 
-    Here p(d) is the probability that the answer begins with the digit d.
+    Here p(d) is the probability that the first token of the answer is the digit d.
 
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
@@ -67,9 +67,9 @@ def score_yes(tokens: Tokens) -> float:
 def score_preference(tokens: Tokens) -> float:
     """Returns p(A) / (p(A) + p(B)), in [0, 1]: how much the first of two images is preferred.
 
-    Here p(A) is the probability that the answer begins with "A", which stands for the first image.
-    A model may prefer a position, whatever the images, so callers ask in both orders and average
-    (`rewards.groups.win_rates`).
+    Here p(A) is the probability that the first token of the answer is "A", which stands for the
+    first image. A model may prefer a position, whatever the images, so callers ask in both orders
+    and average (`rewards.groups.win_rates`).
 
     Args:
         tokens: Pairs (token, natural logarithm of its probability) for the first token of the
@@ -126,8 +126,8 @@ def json_schema(criteria: Mapping[str, tuple[float, float]]) -> dict[str, object
         criteria: (lowest, highest) number of each criterion by its name.
 
     Returns:
-        A schema of an object with one required number in its range per criterion and no other key,
-        as values of JSON.
+        A schema, without the wrapper that `response_format` needs, of an object with one required
+        number in its range per criterion and no other key, as values of JSON.
     """
     return {
         "type": "object",
@@ -181,8 +181,8 @@ def _without_fence(text: str) -> str:
         text: Any text.
 
     Returns:
-        The lines inside the fence, with the line feeds around them. Without a fence of several
-        lines, the text without white space at its ends.
+        The lines inside the fence, with the line feeds around them. A text of one line, or one that
+        does not both begin and end with ```, is only stripped of white space at its ends.
     """
     text = text.strip()
     if text.startswith("```") and text.endswith("```") and "\n" in text:

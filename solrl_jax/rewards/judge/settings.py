@@ -81,15 +81,16 @@ FREE = (
 
 
 def _check_base_url(url: str) -> str:
-    """Checks the address of an endpoint, and returns it without a slash at its end.
+    """Checks the address of an endpoint, and returns it without slashes at its end.
 
     Args:
         url: The option `base_url`. It must begin with http:// or https:// and have a host, and it
             must have no white space, query, fragment, credentials or port 0.
 
     Raises:
-        ConfigError: If it holds an "@", as before a user name or password, or a parameter whose
-            name looks like a secret (`contains_secret`). The message does not repeat the address.
+        ConfigError: If it holds an "@", as after a user name or password, or a parameter (after "?"
+            or "#") whose name looks like a secret (`contains_secret`). The message does not repeat
+            the address.
         ValueError: If it is no such address for another reason.
     """
     expected = "expected http://HOST:PORT/v1"
@@ -116,9 +117,9 @@ def _check_extra(extra: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         ConfigError: If the judge sets a field itself (`RESERVED`, e.g. "model", "seed" or
-            "max_tokens"), or if a name looks like a secret: it contains "key", "token", "secret",
-            "pass", "auth" or "header" and is no known field about tokens (`TOKEN_FIELDS`, e.g.
-            "min_tokens"). The message does not repeat the value.
+            "max_tokens"), or if a name looks like a secret: it contains, in any case of letters,
+            "key", "token", "secret", "pass", "auth" or "header" and is no known field about tokens
+            (`TOKEN_FIELDS`, e.g. "min_tokens"). The message does not repeat the value.
     """
     reserved = [name for name in extra if name in RESERVED]
     if reserved:
@@ -188,7 +189,7 @@ class JudgeSettings(Section):
             "model" or "seed") and names that look like secrets (with "key", "token", "auth", ...)
             are refused.
         concurrency: Most requests at once, 1 to 4096, of all worker processes of a host together.
-            Each process sends at least one.
+            At least `reward.workers`: each process gets an equal part, rounded down.
         request_timeout: Seconds, above 0 and at most 1e6, until an unanswered request is sent
             again. `reward.timeout` bounds a whole call (up to 64 images, or all pairs of a group)
             with all its attempts.
@@ -228,7 +229,8 @@ class Judge:
 
     Attributes:
         settings: The options. `score` is never None; `max_tokens` is None only if `extra` has
-            max_completion_tokens; `scale` is (lowest, highest) for "digits" and "json", else None.
+            max_completion_tokens; `scale` is (lowest, highest) for "digits" and "json", else None;
+            with criteria of the options or of the question it is (1, 5) and has no effect.
         question: The text of the question, in which {prompt} stands for the prompt of the image.
         criteria: For "json", (lowest, highest) of each criterion by its name, at least one;
             otherwise empty.
@@ -254,14 +256,16 @@ class Judge:
 
     @classmethod
     def from_json(cls, text: str) -> "Judge":
-        """Returns the judge in a text that `to_json` returned. The options are checked again.
+        """Returns the judge in a text that `to_json` returned.
 
         Args:
-            text: JSON text with the keys "settings" (the options by name), "question" and
-                "criteria" (pairs [lowest, highest] by name).
+            text: JSON text with the keys "settings" (the options by name, whose types and ranges
+                are checked again), "question" and "criteria" (pairs [lowest, highest] by name),
+                which are not checked.
 
         Raises:
-            ValueError: If the text is not JSON, or an option is not accepted (pydantic's error).
+            ValueError: If the text is not JSON, or an option is not accepted (pydantic's
+                ValidationError).
             KeyError: If a key is missing.
         """
         fields = json.loads(text)
@@ -301,7 +305,8 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
         InputError: If an option is missing, unknown or not accepted; if `score` is None for a
             question of the user's; if `scale`, `criteria` or `max_tokens` is not allowed with the
             score or with `extra`; or if the question is neither one of the package nor a UTF-8 text
-            file that can be used.
+            file that is not blank, has at most 20,000 characters and no control characters, and has
+            {prompt} if it has any word in braces.
     """
     field = f"reward.options.{name}"
     fields = [entry.name for entry in dataclasses.fields(JudgeSettings)]
@@ -353,7 +358,7 @@ def _criteria(
     Args:
         score: How answers are scored: "digits", "yes", "json" or "preference".
         settings: The options. For "json", their `scale` must be set.
-        template: The question, with the criteria that the package gives it, if any.
+        template: The question, with the criteria that the package gives it (only "rubric").
 
     Returns:
         For "json", a new dict with (lowest, highest) number of each criterion by its name; the
@@ -376,7 +381,8 @@ def _check_scale(
         scale: The option: (lowest, highest), or None.
 
     Returns:
-        The option; (1, 5) if it is None. For "yes" and "preference", which have no numbers, None.
+        The option; (1, 5) if it is None, also for "json" with criteria. For "yes" and "preference",
+        which have no numbers, None.
 
     Raises:
         InputError: If there is a range for "yes" or "preference"; if the first number is not below

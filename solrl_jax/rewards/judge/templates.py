@@ -27,10 +27,12 @@ class Template:
     Attributes:
         text: The question, in which {prompt} stands for the prompt of the image. It need not occur,
             as in a question about aesthetics.
-        score: How an answer is scored: "digits" (the expected digit), "yes" (the probability of
-            yes), "json" (numbers in its text) or "preference" (the probability that the first of
-            two images is preferred). None: the question is a user's, and the option `score` says
-            it.
+        score: How an answer is scored, unless the option `score` of the judge says otherwise:
+            "digits" (the mean of the digits, each weighted by its probability as the answer), "yes"
+            (the probability of yes), "json" (the mean of the numbers in its JSON object, one per
+            criterion) or "preference" (the probability that the first of two images is preferred).
+            Numbers are scaled from their range to [0, 1]. None: the question is a user's and needs
+            the option.
         criteria: For "json", (lowest, highest) number of each criterion by its name, which apply if
             the option `criteria` is empty. Empty: the question has none of its own.
     """
@@ -69,8 +71,9 @@ def read_template(prompt: str, field: str) -> Template:
 
     Raises:
         InputError: If there is no such question or file; if the file is blank, no UTF-8 text,
-            longer than 20,000 characters or has control characters; or if its placeholder seems
-            misspelt: it has a word in braces, such as {caption}, and no {prompt} (`PLACEHOLDER`).
+            longer than 20,000 characters or has control characters other than white space; or if
+            its placeholder seems misspelt: it has a word in braces, such as {caption}, and no
+            {prompt} (`PLACEHOLDER`).
     """
     if prompt in SCORES:
         text = (FOLDER / f"{prompt}.txt").read_text(encoding="utf-8").strip()

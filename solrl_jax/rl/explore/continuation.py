@@ -12,9 +12,10 @@ from solrl_jax.rl.sampler import make_schedule
 
 
 def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | None:
-    """Returns the steps at whose beginning an objective that trains on reward gradients is trained.
-    `generate` draws one of them for each sample, from its seed. A user's objective,
-    `module:function`, is imported for this, which must succeed.
+    """Returns the steps at which an objective that trains on reward gradients is trained, on the
+    latents that the step starts from. `rl.generate.generate` draws one of the steps for each
+    sample, from its seed. A user's objective, `module:function`, is imported for this, which must
+    succeed.
 
     Args:
         config: The configuration. `algorithm.last_steps` is the number of last steps, or if it is
@@ -42,18 +43,21 @@ def continued_steps(
 ) -> int:
     """Returns the number of steps that regeneration takes over from exploration.
 
-    That is `explore.exact_steps` if these steps have the sigmas of the regeneration. They do if
-    exploration has as many steps as the regeneration, or if `explore.sigmas` is "first" and at most
-    half of the exploring steps are exact. The result is 0, that is, everything is regenerated from
-    noise, in each of these cases:
+    The first `explore.exact_steps` steps of exploration run in the training precision. If they have
+    the sigmas of the regeneration, it can start from the latents after them, and the result is
+    `explore.exact_steps`. They have these sigmas if exploration has as many steps as the
+    regeneration; or if `explore.sigmas` is "first", which takes the first half of the exploring
+    steps from the schedule of the regeneration, and at most half of them are exact. The result is
+    0, and a regeneration starts from noise, in each of the following cases:
 
-    * `regenerate` is False, or `explore.exact_steps` is 0.
-    * The exploration format quantizes nothing. Its exploration is not divided into segments.
+    * `regenerate` is False, so that there is none, or `explore.exact_steps` is 0.
+    * The exploration format quantizes nothing. Its steps are all alike, and no latents between them
+      are kept.
     * The sigmas of the exact steps differ from those of the regeneration.
     * `noise_level` is above 0. Objectives that train on transitions need the states before these
       steps too.
-    * `solver` is "dpm2" and there are several exact steps. Its steps also use the prediction before
-      them, except the first two: from sigma 1 no slope can be extrapolated.
+    * `solver` is "dpm2" and there are several exact steps. Its steps also use the prediction of the
+      step before, which is not kept. Only the first two do not, since the first sigma is 1.
     * `query_steps` begins before the end of these steps, so that a state in them may be recorded.
 
     Args:

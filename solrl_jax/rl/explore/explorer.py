@@ -32,12 +32,13 @@ class Explorer:
         explore: The section `rollout.explore` of the configuration: the number of steps and the
             fields of the options. `precision` may still be "auto".
         format: The configured format, with "auto" replaced by the one for the devices of the run.
-        quantized: The paths of the kernels that a low-precision format quantizes, sorted, such as
-            `transformer_blocks/attn2/to_k/kernel`.
+        quantized: The paths of the kernels that a low-precision format quantizes (also if `format`
+            is not one), sorted, such as `transformer_blocks/attn2/to_k/kernel`.
         scale: The scale of the adapters, alpha / rank.
         training_precision: The precision of regeneration, "bf16" or "fp32".
         make_schedule: (number of steps, first step of the full schedule that adds noise) -> the
-            configured schedule without options.
+            configured schedule without options. One with fewer steps adds noise between the same
+            sigmas.
         calibration: The base policy and the prompts that options are measured on.
     """
 
@@ -94,7 +95,8 @@ class Explorer:
 
         Returns:
             A schedule of that many steps; equal arguments give the same object. With
-            `explore.sigmas` "first", more steps than the regeneration has are reduced to those.
+            `explore.sigmas` "first", it has at most as many steps as the regeneration, and no
+            noise.
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
@@ -112,10 +114,10 @@ class Explorer:
         """Returns how linear layers are quantized: the quantizer of a format, changed by the active
         options, one after another in the order of their registry.
 
-        The first call with a format may measure on the base, for options that need it: on samples
-        of `explore.num_steps` steps and, if `schedule` has not been called yet and `explore.sigmas`
-        is "first", over the full schedule. Every process of a run must then call it. The result is
-        kept.
+        The first call with a format may measure on the base, for options that need it: for every
+        format on samples of `explore.num_steps` steps and, if `schedule` has not been called yet
+        and `explore.sigmas` is "first", over the full schedule. Every process of a run must then
+        call it. The result is kept.
 
         Args:
             precision: The name of a format, a key of `quant.formats.FORMATS`.
@@ -147,9 +149,9 @@ class Explorer:
     def calibrate(self) -> None:
         """Measures everything that the configured setting needs, and waits for it.
 
-        The results are kept in this object for `schedule` and `quantizer`. Encodes the calibration
-        prompts and samples from the base, unless `calibrates` is False. Every process of a run must
-        call it.
+        The results are kept in this object for `schedule` (with `noise_start` 0) and `quantizer`.
+        Encodes the calibration prompts and samples from the base, unless `calibrates` is False.
+        Every process of a run must call it.
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
@@ -166,17 +168,17 @@ class Explorer:
         (`quantizer`). Every process of a run must call it.
 
         Args:
-            adapters: The trainable parameters by path of the policy that explores, usually the old
-                one.
+            adapters: The trainable parameters by path (LoRA adapters or whole arrays) of the policy
+                that explores, usually the old one.
             precision: The name of a format, a key of `quant.formats.FORMATS`.
 
         Returns:
             The parameters of the policy, a tree of the structure of the base:
 
-            * At the paths in `quantized`, if the format quantizes: new `Quantized` leaves, in which
-              adapters are merged.
-            * At other trained paths: `LowRank` leaves (the base's array and the adapter, unmerged),
-              or the arrays that are trained in full, in the dtype of the base.
+            * At the paths in `quantized`, if the format quantizes: new `Quantized` leaves, made
+              from the base with its adapter merged, or from the array that is trained in full.
+            * At other trained paths: `LowRank` leaves (the base's array and the float32 adapter,
+              unmerged), or the arrays that are trained in full, in the dtype of the base.
             * Elsewhere: the arrays of the base.
 
         Raises:
@@ -202,8 +204,8 @@ class Explorer:
         `schedule`). Every process of a run must call it.
 
         Args:
-            adapters: The trainable parameters by path of the policy that explores, usually the old
-                one.
+            adapters: The trainable parameters by path (LoRA adapters or whole arrays) of the policy
+                that explores, usually the old one.
             setting: Its `precision` and `steps` are the format and the number of solver steps. Its
                 `option_set` is ignored: the options are those of this explorer.
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
@@ -212,8 +214,8 @@ class Explorer:
 
         Returns:
             A sampler named "explore" with this policy and its schedule. Decoder, latent shape and
-            number of samples per device are those of `calibration.sampler`. It keeps no
-            intermediate latents.
+            number of samples per device are those of `calibration.sampler`. It records no states
+            and keeps no intermediate latents.
 
         Raises:
             KeyError: If the format of the setting is no key of `FORMATS`, or the base has no

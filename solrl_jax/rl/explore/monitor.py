@@ -33,8 +33,8 @@ def setting_ladder(
     """Lists the settings that the monitor chooses from, each more faithful than the one before.
 
     They are the configured format with the configured steps; the same format with all steps; FP8
-    with all steps, if it has more bits per weight than the configured format; and the training
-    precision with all steps, on the same condition.
+    with all steps, if it has more bits per weight (`Format.bits_per_weight`) than the configured
+    format; and the training precision with all steps, on the same condition.
 
     Args:
         form: The configured exploration format.
@@ -63,14 +63,15 @@ def next_level(history: Sequence[tuple[int, float]], floor: float, last: int) ->
     """Chooses the exploration setting of the next iteration, as an index in the `setting_ladder`.
 
     The index starts at 0. These rules are applied after each iteration of the history in which the
-    present setting has at least 3 correlations. Correlations before a change of the setting do not
-    count.
+    present setting has at least 3 correlations. Correlations before a change of the setting, by a
+    rule or in the history, do not count.
 
     * If the median of the last 3 correlations with the present setting is below `floor`, the index
       rises by one, up to `last`.
     * If that median is at least `floor` and the present setting has had 10 correlations, the index
-      (above 0) falls by one, as a trial. A rise from the setting of the last trial, however late,
-      doubles the number 10 to 20, then 40, and so on; a rise from any other setting resets it.
+      (above 0) falls by one, as a trial. If the index rises from the setting of the last trial,
+      however late, the number 10 becomes 20, then 40, and so on; if it rises from any other
+      setting, the number is 10 again.
 
     Args:
         history: For each iteration so far, from the first: the index of the setting that it

@@ -51,7 +51,9 @@ class Calibration:
 
     @property
     def schedule(self) -> Schedule:
-        """The full schedule, with all steps of the regeneration and without exploration options."""
+        """The full schedule, with all steps of the regeneration and without exploration options. If
+        `rollout.noise_level` is above 0, it adds noise, as for `noise_start` 0.
+        """
         return self.sampler.segments[0].schedule
 
     def generate(
@@ -65,7 +67,8 @@ class Calibration:
         gets all latents.
 
         Args:
-            schedule: The solver steps to take, for instance `self.schedule` or a single step.
+            schedule: The solver steps to take, for instance `self.schedule`, or one step to sigma
+                0.
             prompt_batch: The prompts with their embeddings, from `encode_prompts`.
             noise: The latents to start from, one per prompt, float32. None: standard normal noise
                 drawn from the seeds of `seed_batch`.

@@ -73,8 +73,8 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
     Returns:
         The paths of the kernels, joined by "/", sorted, such as
         `transformer_blocks/attn2/to_k/kernel`. A stack of layers has one path, without an index;
-        where a list has blocks of several kinds, the path has the range of each stack, as in
-        `transformer_blocks/0-12/attn/to_k/kernel`.
+        where a list has blocks of several kinds, the path has the first and the last block of each
+        stack, as in `transformer_blocks/0-12/attn/to_k/kernel`.
 
     Raises:
         ValueError: If a name or a pattern of the rules matches no linear layer, if the network has
@@ -91,10 +91,10 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
 def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
     """Says for each linear layer which rule, if any, keeps it in the training precision.
 
-    A layer is kept if its path contains a name in `modules_to_not_convert`. It is also kept if it
-    is narrow: if its width, the larger of its numbers of inputs and outputs, is at most
-    `min_width_ratio` times the width of the network, which is the smallest width of the layers in
-    stacked blocks (of all layers if nothing is stacked).
+    A layer is kept if its path contains a name in `modules_to_not_convert` as a substring. It is
+    also kept if it is narrow: if its width, the larger of its numbers of inputs and outputs, is at
+    most `min_width_ratio` times the width of the network. That is the smallest width, not counting
+    fusion, of the layers in stacked blocks, kept or not (of all layers if nothing is stacked).
 
     Args:
         params: The parameters of the network, or their shapes. At least one linear layer.
@@ -155,7 +155,7 @@ def report(
         rules: The section `model.quantization` of the configuration, which decides what is kept in
             the training precision.
         form: The exploration format, from which the bytes follow. If it quantizes nothing, all
-            layers are kept.
+            layers are kept; those that no rule keeps have its name as the reason.
         explore: The section `rollout.explore` of the configuration. Its options may store further
             arrays for each quantized weight, which count in the bytes. None: no options.
 
@@ -224,7 +224,7 @@ def with_errors(
 
     Args:
         layers: The entries of `report` for these parameters.
-        params: The parameters of the base, as arrays.
+        params: The parameters of the base, as arrays, on whose devices the errors are computed.
         adapters: The trainable parameters by path. An adapter is merged first, and an array that is
             trained in full takes the place of the base's.
         scale: The factor of the product of LoRA factors, alpha / rank.
@@ -331,7 +331,7 @@ def _line(layer: LinearLayer, form: Format, width: int) -> str:
 
 def _linear_kernels(params: Params) -> dict[str, Any]:
     """Returns the kernels of all linear layers: parameters whose path ends in "/kernel" and that
-    have two axes, or three in a stack.
+    have two axes, or three, which always count as a stack.
 
     Args:
         params: The parameters of the network, or their shapes.
@@ -358,7 +358,8 @@ def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, in
             layer that matches several patterns counts for the first.
 
     Returns:
-        The widths by path. Layers that are fused all have the width of the joined layer.
+        The widths by path. The outputs of a fused layer are those of all layers that it is fused
+        with; its inputs are its own.
     """
 
     def group(path: str) -> Any:

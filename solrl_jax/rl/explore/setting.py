@@ -13,8 +13,8 @@ class ExplorationSetting:
         precision: The name of a format, a key of `quant.formats.FORMATS`, such as "nvfp4". Never
             "auto".
         steps: The number of solver steps, at least 1.
-        option_set: The name of a set of exploration options, a file in `configs/explore/`. ""
-            stands for the options of the run.
+        option_set: The name of a set of exploration options, a file in `configs/explore/` without
+            its ending, such as "best". "" stands for the options of the run.
     """
 
     precision: str

@@ -106,8 +106,9 @@ def sync_policy(
 
     Returns:
         A tree of the structure of the base. At `paths` it has `Quantized` leaves; at other trained
-        paths `LowRank` leaves (the base's array and the adapter, unmerged) or the arrays that are
-        trained in full, in the dtype of the base; elsewhere the arrays of the base, not copied.
+        paths `LowRank` leaves (the base's array and the float32 adapter, unmerged) or the arrays
+        that are trained in full, in the dtype of the base; elsewhere the arrays of the base, not
+        copied.
 
     Raises:
         KeyError: If the base has no parameter of a path in `paths` or `adapters`.

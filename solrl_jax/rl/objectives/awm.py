@@ -75,8 +75,8 @@ def _error_near(
     """Computes the flow-matching loss of `v`, accurate also where it is close to that of `v_old`.
 
     There it is `error_old` plus the difference of the two losses, so that it equals `error_old`
-    exactly for equal velocities. Where the loss of `v` is less than half of `error_old`, it is
-    computed directly, because the sum could round below 0.
+    exactly for equal velocities. Where the loss of `v`, computed directly, is less than half of
+    `error_old`, that value is returned, because the sum could round below 0.
 
     Args:
         error_old: The flow-matching loss of `v_old`.

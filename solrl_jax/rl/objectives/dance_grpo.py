@@ -24,9 +24,9 @@ def dance_grpo(
         A    = adv_clip_max (2 q - 1)
         loss = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((v - v_ref)^2)
 
-    The paper has no KL term, so its settings have `kl_coef` 0. With `kl_fraction` below 1, mean((v
-    - v_ref)^2) is 0 for samples without a reference and scaled up for the others
-    (`distance_to_reference`).
+    The paper has no KL term, so `configs/objective/dance_grpo.yaml` sets `kl_coef` to 0. With
+    `kl_fraction` below 1, mean((v - v_ref)^2) is 0 for samples without a reference and scaled up
+    for the others (`distance_to_reference`).
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.

@@ -31,8 +31,9 @@ def flow_grpo(
                + kl_coef mean((m - m_ref)^2) length / (2 std^2)
         m    = a x + b (x - sigma v)                 the mean of the step
 
-    With `kl_fraction` below 1, the KL term is 0 for samples without a reference and scaled up for
-    the others (`distance_to_reference`).
+    As in the released code, the KL term divides by the variance per unit of sigma, std^2 / length.
+    With `kl_fraction` below 1, it is 0 for samples without a reference and scaled up for the others
+    (`distance_to_reference`).
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;

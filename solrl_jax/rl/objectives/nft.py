@@ -61,7 +61,7 @@ def nft_loss(
     """Computes the forward-process loss of DiffusionNFT (arXiv 2509.16117, eq. 5).
 
     It pulls the policy towards good samples and pushes it away from bad ones: for a bad sample (q =
-    0) the fitted velocity is the mirror image of v about v_old.
+    0) the fitted velocity is v_neg, on the other side of v_old (for beta 1 the mirror image of v).
 
         v_pos = beta v + (1 - beta) v_old         v_neg = (1 + beta) v_old - beta v
         l(u)  = mean((x - sigma u - x0)^2) / max(mean|x - sigma u - x0|, 1e-5)

@@ -48,7 +48,8 @@ def targets(
         algorithm: `target_radius` is rho, and `target_steps` is n.
 
     Returns:
-        "positive", the latents with a higher reward, and "negative", those with a lower one.
+        "positive", the latents with a higher reward, and "negative", those with a lower one. Those
+        of a sample are not finite if a gradient of it is not.
     """
     length = algorithm.target_radius / algorithm.target_steps
     _, first = gradient(anchor)

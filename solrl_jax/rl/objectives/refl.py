@@ -51,9 +51,9 @@ def refl(
     <,> sums the products over the dimensions of a sample, so the first term is the change of -R to
     first order. Where v equals v_old it is 0, and its gradient with respect to the parameters is
     that of -R(y) as one `jax.grad` through network, decoder and reward would give it. That is so in
-    the first optimizer step of an iteration with `decay_type` 0. In further steps, or with an old
-    policy that follows slowly, g is still the gradient at y_old. All samples count alike, whatever
-    their reward is.
+    the first optimizer step of an iteration if the old policy was set to the trained one before it
+    (`algorithm.decay_type` 0). In further steps, or with an old policy that follows slowly, g is
+    still the gradient at y_old. All samples count alike, whatever their reward is.
 
     Args:
         velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.

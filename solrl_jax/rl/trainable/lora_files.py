@@ -51,7 +51,8 @@ def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
 
     Args:
         path: The file ("diffusers"), which may exist, or the directory ("peft"), which may exist
-            with an earlier export: `adapter_model.safetensors` and `adapter_config.json`.
+            if it is empty or holds only an earlier export: `adapter_model.safetensors` and
+            `adapter_config.json`.
         form: The format of the export: "diffusers" (one file) or "peft" (a directory).
 
     Raises:
@@ -130,8 +131,9 @@ def export_peft(
 ) -> None:
     """Writes a directory that `PeftModel.from_pretrained` reads onto the transformer.
 
-    The directory appears whole, by a rename. An earlier export in its place is replaced; it stays
-    if an error is raised. Layers whose two factors are zero are left out.
+    The directory appears whole, by a rename. An earlier export in its place is moved away just
+    before and then removed; it stays if an error is raised. Layers whose two factors are zero are
+    left out.
 
     Args:
         folder: The directory to write. Missing parent directories are created.
@@ -183,12 +185,13 @@ def import_lora(
     Returns:
         A pair: the adapters by path in sorted order, {"a": [..., in, rank], "b": [..., rank, out]}
         in float32 on the default device, and the rank and alpha that all of them have. A layer for
-        which the file states no alpha has its rank as alpha.
+        which neither its key nor a configuration states an alpha has its rank as alpha.
 
         A linear layer that the file does not mention has no adapter; where the file has only some
         layers of a stack, the factors of the others are zero. If the layers of the file differ in
         rank or alpha, they are made equal without changing their effect: factors are padded with
-        zeros to the largest rank, each B is multiplied by its alpha / rank, and alpha is the rank.
+        zeros to the largest rank, which is also the returned alpha, and each B is multiplied by the
+        alpha / rank that its layer has in the file.
 
     Raises:
         InputError: If the path or the file cannot be read; if keys belong to no linear layer of the
@@ -263,7 +266,8 @@ def _swap_shift_and_scale(b: np.ndarray, n_in: int) -> np.ndarray:
     gates too, has the same order in both and is not changed.
 
     Args:
-        b: The factor B of the layer, [outputs, rank].
+        b: The factor B, [outputs, rank], of a layer whose name is that of a modulation; the caller
+            checks this.
         n_in: The number of inputs, which is the width of the network. A layer of two parts has 2 *
             n_in outputs.
 
@@ -490,7 +494,8 @@ def _save(
     Raises:
         InputError: If a tensor is not finite in `dtype`, or the adapters change nothing: no product
             B A is nonzero.
-        RunError: If the file does not read back as it was written.
+        RunError: If the file does not read back as it was written. Errors of the disk pass through,
+            to be converted by `files.atomic`.
     """
     with np.errstate(over="ignore"):  # values too large for `dtype` are reported below
         tensors = {
@@ -608,9 +613,10 @@ def _check_shapes(
         The rank of each layer, by the names in `layers`.
 
     Raises:
-        InputError: If a factor of a layer is missing, has another shape, has a rank below 1 or
-            above the largest width of the network, or an alpha is no scalar. The message has the
-            number of problems and the first 5.
+        InputError: If a factor of a layer is missing or has another shape (B of fused modules has
+            the outputs of all), its rank is below 1 or above the largest number of inputs or
+            outputs of a layer of the network, or an alpha has not exactly one element. The message
+            has the number of problems and the first 5.
     """
     # No matrix of the network has a higher rank.
     largest = max(max(slot.n_in, slot.n_out) for slot in slots.values())

@@ -233,9 +233,10 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
 def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bool]]:
     """Lists the names that a linear layer may have in a LoRA file, with what each stands for.
 
-    Every layer may have its diffusers name, the name that the model's authors use (`LAYOUTS`), and
-    either of these in kohya's form: "lora_unet_" and the name with "_" for each dot. A name with
-    several meanings has the first in this order.
+    Every layer may have its diffusers name, the name that the model's authors use (an entry of
+    `LAYOUTS`, which applies if the network has all modules of the entry), and these two in kohya's
+    form: "lora_unet_" and the name with "_" for each dot. A name with several meanings has the
+    first in this order.
 
     Args:
         modules: The diffusers names of all linear layers of the network.

@@ -58,9 +58,11 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
 
     Returns:
         The fields by name, as values of JSON: "r", "lora_alpha", "target_modules", and constants
-        that say plain LoRA without dropout, biases or patterns. "target_modules" is the sorted list
-        of `modules`. PEFT also adapts modules whose names end in one of these; if there are such
-        modules, it is a regular expression for whole names instead.
+        that say plain LoRA without dropout, biases or patterns ("peft_type", "bias",
+        "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern" and "task_type",
+        which is None). "target_modules" is the sorted list of `modules`. PEFT also adapts modules
+        whose names end in one of these; if there are such modules, it is a regular expression for
+        whole names instead.
     """
     targets = sorted(modules)
     others = {name.rpartition(".")[0] for e in table for name in e.names} - set(targets)

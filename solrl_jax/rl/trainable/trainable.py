@@ -51,8 +51,8 @@ def find_trained_paths(transformer: Component, config: Config) -> TrainedPaths:
         transformer: The transformer; its parameters need not be loaded.
         config: `train.parameters` says which parameters are trained in full: "adapters" (none),
             "all", or a regular expression that must match their whole paths. `lora.target_modules`
-            are regular expressions of the paths of kernels that get an adapter; with "all" there
-            are no adapters, and they play no part.
+            are such expressions for the kernels that get an adapter; with "all" there are no
+            adapters, and they play no part.
 
     Returns:
         The sorted paths of the parameters with adapters and of those trained in full, such as
@@ -83,7 +83,7 @@ def find_trained_paths(transformer: Component, config: Config) -> TrainedPaths:
 
 
 def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
-    """Finds the kernels of linear layers that match patterns.
+    """Returns the paths that match patterns, all of which must be kernels of linear layers.
 
     Args:
         params: The parameters, or their shapes, a nested dictionary.
@@ -92,7 +92,7 @@ def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
             "lora.target_modules", for error messages.
 
     Returns:
-        The paths that match at least one pattern, sorted, each once. Empty without patterns.
+        The matching paths, sorted, each once. Empty without patterns.
 
     Raises:
         ValueError: If a pattern matches no path, or one that does not end in "/kernel" or whose
@@ -176,11 +176,12 @@ def attach(
 
     Args:
         base: The parameters of the base. They are not copied.
-        adapters: The trainable parameters by path. An adapter becomes a `LowRank` leaf, and a whole
-            array takes the place of the base's in the dtype of the base.
+        adapters: The trainable parameters by path. An adapter becomes a `LowRank` leaf (the base's
+            weight and the float32 factors, not merged), and a whole array takes the place of the
+            base's in the dtype of the base.
         scale: The factor of the product of LoRA factors, alpha / rank.
-        quantized: Merged and quantized leaves by path, which take precedence over `adapters`; paths
-            that the base does not have are ignored. None: there are none.
+        quantized: Quantized leaves by path, with the adapters merged in, which take precedence over
+            `adapters`; paths that the base does not have are ignored. None: there are none.
 
     Returns:
         A tree of the structure of `base`. Leaves that are neither trained nor quantized are the

@@ -34,7 +34,7 @@ MAX_FILE_BYTES = (
 
 
 def check_directory(folder: Path) -> None:
-    """Checks that `export_transformer` would remove no file of another kind at a path. Whether the
+    """Checks that `export_transformer` would replace nothing but an earlier export. Whether the
     disk takes the files is not checked.
 
     Args:
@@ -44,7 +44,7 @@ def check_directory(folder: Path) -> None:
 
     Raises:
         InputError: If the name ends in .safetensors, the path is a file, or the directory holds
-            other files.
+            anything else, also a subdirectory.
     """
     if folder.suffix == SUFFIX or (folder.exists() and not folder.is_dir()):
         raise InputError(
@@ -77,8 +77,9 @@ def export_transformer(
 
     The directory appears whole, by a rename. An earlier export in its place is replaced; it stays
     if an error is raised. The host holds the tensors of one file at a time; several files get an
-    index beside them. `config.json` is that of the base: it does not mention parameters that the
-    configuration adds to the network (`model.attention`), though they are written.
+    index beside them. All arrays must be on devices of the calling process. `config.json` is that
+    of the base: it does not mention parameters that the configuration adds to the network
+    (`model.attention`), though they are written.
 
     Args:
         folder: The directory to write. Missing parent directories are created.
@@ -86,14 +87,15 @@ def export_transformer(
         trained: The trainable parameters by path: whole arrays take the place of the base's, and
             adapters are written to `pytorch_lora_weights.safetensors` beside them.
         settings: Rank and alpha of the adapters among them. They have no effect without adapters.
-        dtype: The dtype of all tensors, e.g. `jnp.float32` (the default) or `jnp.bfloat16`.
+        dtype: The dtype of all tensors, also of the adapters, e.g. `jnp.float32` (the default) or
+            `jnp.bfloat16`.
         most: The largest number of bytes of tensors in one file, by default 10 GB (10^10). A single
             larger tensor has a file of its own.
 
     Raises:
         InputError: If the name ends in .safetensors, the path is a file, or the directory holds
             files other than an earlier export; if a value is not finite in `dtype`; or if there are
-            adapters that do not fit the network or that change nothing.
+            adapters that do not fit the network or that change nothing (every product B A is zero).
         RunError: If the disk refuses, `transformer/config.json` of the base cannot be copied, or
             the file of the adapters does not read back as it was written.
     """

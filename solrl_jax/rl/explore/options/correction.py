@@ -110,7 +110,8 @@ def correct(
         basis: The directions U of the inputs, orthonormal columns in the training precision.
 
     Returns:
-        The leaf with the quantized `W - U U^T W`, U itself, and `U^T W` in the dtype of U.
+        The leaf with U, `U^T W` in the dtype of U, and the quantized rest, from which U times this
+        rounded `U^T W` was subtracted.
     """
     exact = basis.astype(jnp.float32)
     w = sharding.replicate(w)
@@ -209,8 +210,8 @@ _probe.defvjp(_probe_forward, _probe_backward)
 
 
 class Correction(ExplorationOption):
-    """Keeps the part of each quantized weight along the principal directions of its inputs in full
-    precision, as a low-rank branch, and quantizes the rest.
+    """Keeps the part of each quantized weight along the principal directions of its inputs in the
+    training precision, as a low-rank branch, and quantizes the rest.
 
     The directions, those with the largest sum of squares, are measured on the base. Formats that
     quantize nothing are not changed.
@@ -247,8 +248,8 @@ class Correction(ExplorationOption):
                 number of directions.
             calibration: The base policy and the samples to measure on.
             paths: The parameter paths of the quantized linear layers.
-            quantizer: The quantizer of the format, whose function quantizes the rest of each
-                weight. Its `extra_arrays` are ignored.
+            quantizer: The quantizer of the format, whose function takes a matrix alone and
+                quantizes the rest of each weight. Its `extra_arrays`, if any, are dropped.
             schedule: The schedule that is explored on, whose sigmas are measured.
 
         Returns:
@@ -274,8 +275,8 @@ class Correction(ExplorationOption):
             explore: The section `rollout.explore` of the configuration. `correction_rank` is the
                 number of directions.
             weights: The shapes of the quantized weights [..., in, out] by parameter path.
-            quantizer: The quantizer of the format, whose function quantizes the rest of each
-                weight. Its `extra_arrays` are ignored.
+            quantizer: The quantizer of the format, whose function takes a matrix alone and
+                quantizes the rest of each weight. Its `extra_arrays`, if any, are dropped.
 
         Returns:
             The quantizer. For each path it has one extra array, the shape [..., in,
@@ -299,8 +300,8 @@ def principal_inputs(
 
     Encodes the calibration prompts, samples from the base, noises the samples to the sigma at which
     each step of the schedule starts, and finds the directions of all layers' inputs X by three
-    passes of orthogonal iteration, for which the network is differentiated. Every process of a run
-    must call it.
+    passes of orthogonal iteration, for which the network is differentiated, without classifier-free
+    guidance. Every process of a run must call it.
 
     Args:
         calibration: The base and the samples to measure on.
@@ -308,7 +309,8 @@ def principal_inputs(
             `transformer_blocks/attn2/to_k/kernel`.
         rank: The number of directions, at least 1. A layer with fewer inputs has as many directions
             as inputs.
-        schedule: The base is sampled on it, and inputs at the start of each step are measured.
+        schedule: The base is sampled on it, with its guidance and noise, and inputs at the start of
+            each step are measured.
 
     Returns:
         By path, the directions as orthonormal columns [in, rank] (for a stack of layers [layers,
@@ -414,8 +416,8 @@ def input_moments(
 
     Args:
         backbone: The networks; static.
-        batch_size: How many samples go through the network at once. It divides their number;
-            static.
+        batch_size: How many samples go through the network at once, all of them on every device. It
+            divides the number of samples; static.
         base: The parameters of the transformer.
         conditioning: The prompt embeddings, one row per prompt, without the negative prompt.
         bases: By path, the directions U of each linear layer [..., in, r], float32.

@@ -33,7 +33,8 @@ class ExactSteps(ExplorationOption):
             explore: The section `rollout.explore` of the configuration. `exact_steps` is the number
                 of exact steps.
             segments: The consecutive solver steps with their policies, as the options before this
-                one have left them. The first segment has more steps than `exact_steps`.
+                one have left them. The first segment has more steps than `exact_steps`, which the
+                configuration is checked for.
             exact: The unquantized parameters of the policy, for the exact steps.
 
         Returns:

@@ -64,8 +64,9 @@ class Preview(ExplorationOption):
             schedule: The schedule that is replaced by one of as many steps.
 
         Returns:
-            The schedule, with the guidance of the full one and without noise. If `schedule` has at
-            least as many steps as the full one, the full schedule itself.
+            The schedule, with the guidance of the full one and without noise, which the
+            configuration does not allow with this option. If `schedule` has at least as many steps
+            as the full one, the full schedule itself.
 
         Raises:
             numpy.linalg.LinAlgError: If the base predicts values that are not finite.
@@ -134,8 +135,8 @@ def fitted_table(
 
     Args:
         predict: (latents, their sigma) -> data predictions of the base, the clean latents x0. It is
-            called once per step of the full schedule, and once per step on the few sigmas that
-            starts after the first ones that both share.
+            called once per step of the full schedule, and then for each of the few sigmas after the
+            common beginning; up to there, the first predictions are used again.
         noise: The latents that all samples start from, at the first sigma, [samples, ...].
         full: The sigmas of the full schedule, including the final 0.
         table: The coefficients of the solver on the full schedule, without noise.
