@@ -54,7 +54,7 @@ def plan(
         generation of samples. "peak", "usable" and "fits" are the bytes that are needed, those that
         arrays may take, and whether the former fit. "phases" is a list with a dict per phase of the
         iteration: "name", "seconds", "peak" and "programs" (their memory, kernels and collectives).
-        Others are settings that take less memory or time; `planning.plan.plan` lists them.
+        "overrides" are those that were passed. Others are settings that take less memory or time; `planning.plan.plan` lists them.
 
     Raises:
         ConfigError: If the preset or an override is invalid, or the objective does not allow other
@@ -74,4 +74,5 @@ def plan(
     from solrl_jax.planning.plan import Devices
     from solrl_jax.planning.plan import plan as plan_config
 
-    return plan_config(config, Devices(TARGETS[device], devices, hosts), folder, progress)
+    planned = plan_config(config, Devices(TARGETS[device], devices, hosts), folder, progress)
+    return planned | {"overrides": list(overrides)}

@@ -160,33 +160,30 @@ def count_network_evaluations(
 def prices_of(plan: Mapping[str, Any]) -> Prices:
     """Returns the prices of one model on one device, from the plan of an iteration.
 
-    A plan has the seconds of each phase of an iteration of a preset. They are divided by the
-    preset's numbers of samples, steps and training terms, so the plan must not have been made with
-    overrides of these numbers. Only `objective=NAME` is allowed for an objective on reward
-    gradients, whose phase "targets" gives the price of a gradient of the reward. If the plan is for
-    several devices, the prices are the seconds that all of them take together on the work.
+    A plan has the seconds of each phase of an iteration of a preset with overrides. They are
+    divided by the configuration's numbers of samples, steps and training terms. For an objective on
+    reward gradients, the phase "targets" gives the price of a gradient of the reward. If the plan
+    is for several devices, the prices are the seconds that all of them take together on the work.
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
-            "device", "objective" (its name), "exploration" (a text whose first word is the number
-            format) and "phases" (a list of dicts with "name" and "seconds"): "explore",
-            "regenerate", "score", "update", and possibly "sync" and "targets". Without "sync" or
-            "score" that price is 0. If exploration has the training precision, this has the price
-            of regeneration.
+            "overrides" (a list of `key=value`; without it, none), "device", "exploration" (a text
+            whose first word is the number format) and "phases" (a list of dicts with "name" and
+            "seconds"): "explore", "regenerate", "score", "update", and possibly "sync" and
+            "targets". Without "sync" or "score" that price is 0. If exploration has the training
+            precision, this has the price of regeneration.
 
     Returns:
         The prices, whose name is that of the preset's model (`model.name`) and the device.
 
     Raises:
-        ConfigError: If there is no such preset.
+        ConfigError: If there is no such preset, or an override is invalid.
         KeyError: If an entry or a phase is missing, e.g. "regenerate".
         TypeError: If an entry is of another type. Other malformed plans raise ValueError,
             AttributeError or IndexError.
     """
     seconds = {phase["name"]: phase["seconds"] for phase in plan["phases"]}
-    takes_gradients = "targets" in seconds
-    objective = plan.get("objective", "opsd")  # plans of older versions do not name it
-    config = resolve(plan["preset"], (f"objective={objective}",) if takes_gradients else ())
+    config = resolve(plan["preset"], tuple(plan.get("overrides", ())))
     rollout = config.rollout
     prompts = config.train.num_prompts
     pool = prompts * rollout.candidates
@@ -197,7 +194,7 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     }
     trained = seconds["update"] / (kept * config.num_train_sigmas)
     differentiated = None
-    if takes_gradients:
+    if "targets" in seconds:
         _, gradients = try_targets(config.algorithm)
         differentiated = seconds["targets"] / (kept * gradients)
     if _skips_reference(config):  # `trained` has a prediction of the reference

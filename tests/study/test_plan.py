@@ -167,7 +167,9 @@ def test_prices_multiply_up_to_the_plan():
     phase = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
     update = {"name": "update", "seconds": 48 * 24 * (prices.trained - reference)}
     others = [phase for phase in plan["phases"] if phase["name"] != "update"]
-    planned = prices_of({**plan, "phases": [*others, phase, update]})
+    planned = prices_of(
+        {**plan, "overrides": ["objective=opsd"], "phases": [*others, phase, update]}
+    )
     assert planned.differentiated == pytest.approx(0.5)
     assert planned.trained == pytest.approx(prices.trained)
     gradients = 48 * 24 * (3 * 0.5 - 3 * prices.trained - reference)
@@ -176,6 +178,22 @@ def test_prices_multiply_up_to_the_plan():
     mixed = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explore=exact))
     more = 48 * 96 * (prices.network["bf16"] - prices.network["nvfp4"])
     assert prices.of_iteration(mixed, "nvfp4", 6) == pytest.approx(whole + more)
+
+
+def test_a_plan_with_other_numbers_of_samples_and_steps_has_the_same_prices():
+    plan = PLANS["flux1-b200"]
+    overrides = ["rollout.candidates=48", "rollout.explore.num_steps=4", "rollout.kept=6"]
+    # Of 96 candidates, 24 kept and 6 steps; all candidates and kept images are scored.
+    factors = {"explore": 1 / 3, "regenerate": 1 / 4, "score": 54 / 120, "update": 1 / 4}
+    phases = [
+        {**phase, "seconds": phase["seconds"] * factors.get(phase["name"], 1.0)}
+        for phase in plan["phases"]
+    ]
+    prices = prices_of({**plan, "overrides": overrides, "phases": phases})
+    expected = packaged_prices()["flux1-b200"]
+    for name in ("scored", "trained", "synced"):
+        assert getattr(prices, name) == pytest.approx(getattr(expected, name), rel=1e-12)
+    assert prices.network == pytest.approx(dict(expected.network), rel=1e-12)
 
 
 def test_prices_come_from_a_plan_of_ones_own(tmp_path):
