@@ -60,7 +60,12 @@ def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
     except BaseException as error:  # whatever it is, the others must not wait for an answer
         error_here = error
         encoded = json.dumps({"error": type(error).__name__, "message": first_line(error)})
-    answers = _exchange(label, encoded)
+    try:
+        answers = _exchange(label, encoded)
+    except RunError as no_answer:
+        if error_here is None:
+            raise
+        raise no_answer from error_here
     for index, answer in enumerate(answers):
         if "error" in answer:
             if index == jax.process_index() and error_here is not None:

@@ -269,6 +269,8 @@ def _library(step: Instruction, name: str) -> tuple[float, str]:
         A pair: the operations of one run, with 2 for a multiply-add, and the type that the operands
         are multiplied in ("bf16" without operands).
     """
+    if not step.arrays:  # a function that is called for its effect, such as a callback
+        return 0.0, "bf16"
     operands = [operand.arrays[0] for operand in step.operands if operand.arrays]
     result = step.arrays[0]
     kind = _matmul_type(step, operands[0].kind) if operands else "bf16"

@@ -117,7 +117,8 @@ def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
         if step.opcode.endswith("-start"):
             before[step] = ran
         elif step.opcode.endswith("-done"):
-            if ran > before[step.operands[0]]:
+            # `send` and `recv` have a done, but no start.
+            if ran > before.get(step.operands[0], ran):
                 yield step.operands[0]
         elif step.opcode not in NO_WORK_OPCODES:
             ran += 1

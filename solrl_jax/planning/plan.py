@@ -493,7 +493,7 @@ def assumptions(planner: Planner) -> Iterator[str]:
         if config.model.prompt_cache_dir is None
         else "encode all prompts of a run, then are freed"
     )
-    yield f"text encoders {encoder_memory}"
+    yield f"text encoders {encoder_memory}; their seconds are for the prompts of one iteration"
     if len(training_sizes(config)) > 1:
         yield "every iteration has the largest of rollout.size"
     if planner.phases.has("evaluate"):

@@ -326,3 +326,24 @@ def test_the_forward_kernel_has_the_gradient_of_the_other(masked):
     for got, wanted in zip(*gradients, strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
         assert np.abs(wanted).max() > 0
+
+
+def test_the_forward_kernel_takes_a_mask_of_each_head(monkeypatch):
+    """Equal to XLA's attention within rounding, with one mask for all heads and with several."""
+    kernel = jax.nn.dot_product_attention
+
+    def run_by_xla(*operands, implementation, **more):
+        assert implementation == "cudnn"
+        return kernel(*operands, implementation="xla", **more)
+
+    rng = np.random.default_rng(5)
+    q, k, v = (jnp.asarray(x) for x in operands(N))
+    masks = [
+        jnp.asarray(rng.random((B, n, q.shape[1], k.shape[1])) < 0.7).at[..., 0].set(True)
+        for n in (1, N)
+    ]
+    expected = [attention(q, k, v, mask) for mask in masks]
+    monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: True)
+    monkeypatch.setattr(module, "dot_product_attention", run_by_xla)
+    for mask, reference in zip(masks, expected, strict=True):
+        assert relative(module.attention_forward(q, k, v, mask), reference) < 1e-6

@@ -146,6 +146,19 @@ ENTRY %main (q: bf16[2,8,64,32], k: bf16[2,8,16,32]) -> bf16[2,8,64,32] {
     )
 
 
+def test_a_function_without_results_multiplies_nothing():
+    call = """HloModule c
+
+ENTRY %main (x: bf16[64,32]) -> bf16[64,32] {
+  %x = bf16[64,32]{1,0} parameter(0)
+  %print = () custom-call(%x), custom_call_target="callback", custom_call_has_side_effect=true
+  ROOT %y = bf16[64,32]{1,0} add(%x, %x)
+}
+"""
+    printed = next(k for k in kernels(hlo.parse(call)) if k.name.startswith("callback"))
+    assert (printed.operations, printed.result) == (0.0, "")
+
+
 @pytest.mark.parametrize(
     ("name", "count"), [("train-h200", 15), ("attend-b200", 2), ("batched-tpu-v6e", 0)]
 )

@@ -96,6 +96,14 @@ def test_a_collective_overlaps_if_a_kernel_runs_before_its_end_and_it_is_not_mar
     ).overlaps
 
 
+def test_a_send_without_a_start_is_no_collective():
+    operations = """%token = token[] after-all()
+  %sent = (f32[4,8]{1,0}, u32[], token[]) send(%x, %token), channel_id=1
+  %end = token[] send-done(%sent), channel_id=1
+  ROOT %r = f32[4,8]{1,0} add(%x, %x)"""
+    assert collectives(hlo.parse(f"{HEAD}  {operations}\n}}\n"), 8) == []
+
+
 def test_a_collective_within_an_asynchronous_computation_overlaps():
     text = """HloModule m
 

@@ -350,7 +350,8 @@ def _cudnn_attention(
         key_lengths = mask
         mask = None
     if mask is not None:
-        mask = jnp.broadcast_to(mask, (batch, 1 if row_values is None else heads, t, s))
+        mask_heads = mask.shape[1] if row_values is None else heads
+        mask = jnp.broadcast_to(mask, (batch, mask_heads, t, s))
     if bias is not None:
         bias = jnp.broadcast_to(bias, (bias.shape[0], heads, t, s)).astype(q.dtype)
     if row_values is not None and (t % 2 or s % 2):
