@@ -45,7 +45,7 @@ class _Request:
         size: Height and width in pixels, and of clips the number of frames, of the images whose
             pixels or latents take the memory, for the message. None: it is not for images.
         memory: The bytes of memory that there are, which must not be exceeded.
-        owner: Whose memory it is, for the message: "this host" or "a device".
+        owner: Whose memory it is, for the message: "a host" or "a device".
         saturates_at: The value from which on the memory does not grow. None: it grows with every
             value.
     """
@@ -72,7 +72,7 @@ def check_memory(
 
     All processes of a run must call it. What must fit, in float32:
 
-    * In the memory of this host: the latents of all candidates of an iteration, twice where
+    * In the memory of the smallest host: the latents of all candidates of an iteration, twice where
       regeneration continues from the configured exploration (`continued_steps`); the latents of an
       evaluation; the images of its grid.
     * In the memory of a device: the samples that are trained on, with their recorded states and
@@ -96,7 +96,8 @@ def check_memory(
     """
     shapes = flatten(pipeline.transformer.abstract_params("float32"))
     device = device_memory()
-    for request in _requests(config, pipeline, trained_paths, groups, shapes, device):
+    host = min(hosts.gather_values(hosts.host_memory()))
+    for request in _requests(config, pipeline, trained_paths, groups, shapes, host, device):
         if request.needed > request.memory:
             pixels = ""
             if request.size is not None:
@@ -124,6 +125,7 @@ def _requests(
     trained_paths: TrainedPaths,
     groups: int,
     shapes: Mapping[str, Any],
+    host: int,
     device: float,
 ) -> list[_Request]:
     """Lists the fields whose value multiplies the size of an array.
@@ -136,20 +138,20 @@ def _requests(
             bytes of `lora.rank`.
         groups: The number of parts that a batch of samples is split into over the mesh.
         shapes: By path, arrays or `jax.ShapeDtypeStruct`s of the parameters.
+        host: The bytes of physical memory of the smallest host.
         device: The bytes of memory of one device.
 
     Returns:
         One request for each of these fields, in this order: `rollout.candidates` (latents of an
         iteration, twice where regeneration continues from the configured exploration),
         `eval.num_images_per_prompt` (latents of an evaluation) and `eval.num_grid_images` (images
-        of its grid), in the physical memory of this host; `rollout.kept` (the samples that are
+        of its grid), in the physical memory of a host; `rollout.kept` (the samples that are
         trained on, with recorded states and targets), `lora.rank` (six copies of the adapters) and
         `rollout.per_device_batch_size` (a batch of images, at most a device's share of the
         candidates of an iteration), in the memory of a device. All arrays are float32.
     """
     rollout = config.rollout
     evaluation = config.eval
-    host = hosts.host_memory()
     trained_size = largest_training_size(config)
     evaluated_size = evaluation_size(config)
     device_info = DeviceInfo.from_jax(jax.local_devices()[0])
@@ -183,7 +185,7 @@ def _requests(
             unit=config.train.num_prompts * latent_bytes(trained_size) * latents_per_candidate,
             size=trained_size,
             memory=host,
-            owner="this host",
+            owner="a host",
         ),
         _Request(
             field="eval.num_images_per_prompt",
@@ -191,7 +193,7 @@ def _requests(
             unit=evaluation.num_prompts * latent_bytes(evaluated_size),
             size=evaluated_size,
             memory=host,
-            owner="this host",
+            owner="a host",
         ),
         _Request(
             field="eval.num_grid_images",
@@ -199,7 +201,7 @@ def _requests(
             unit=image_bytes(evaluated_size),
             size=evaluated_size,
             memory=host,
-            owner="this host",
+            owner="a host",
             # a grid has at most four images of a prompt
             saturates_at=4 * max(evaluation.num_prompts, config.train.num_prompts),
         ),

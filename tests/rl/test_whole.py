@@ -130,6 +130,22 @@ def test_a_batch_of_images_is_what_a_device_generates_at_once(monkeypatch):
         memory_check.check_memory(config, pipeline, TrainedPaths(()), 4)
 
 
+def test_latents_must_fit_into_the_smallest_host(monkeypatch):
+    pipeline = open_model("embedded:tiny-sana")
+    small = [f"eval.{name}=1" for name in ("num_images_per_prompt", "num_prompts")]
+    config = small_config(
+        "unused", "rollout.candidates=8", "rollout.kept=4", "eval.num_grid_images=0", *small
+    )
+    candidate = config.train.num_prompts * 4 * math.prod(pipeline.latent_shape(32, 32))
+    monkeypatch.setattr(memory_check, "device_memory", lambda: 10**12)
+    other = [8 * candidate]
+    monkeypatch.setattr(memory_check.hosts, "gather_values", lambda value: [value, *other])
+    memory_check.check_memory(config, pipeline, TrainedPaths(()), 1)
+    other[0] -= 1
+    with pytest.raises(InputError, match=r"^rollout.candidates=8: .* and a host has .*; at most 7"):
+        memory_check.check_memory(config, pipeline, TrainedPaths(()), 1)
+
+
 @pytest.mark.parametrize(("objective", "latents"), [("nft", 1), ("flow_grpo", 4), ("refl", 4)])
 def test_every_device_holds_the_samples_that_are_trained_on(objective, latents, monkeypatch):
     """Two prompts with four samples each. Two of three steps are recorded, which is three states;
