@@ -160,6 +160,17 @@ def test_bad_arguments_are_named(name, experiment):
         call(experiment)
 
 
+def test_latents_that_numpy_cannot_read_are_named(monkeypatch):
+    class OnAnotherDevice:
+        def __array__(self, dtype=None, copy=None):
+            raise TypeError("can't convert device type tensor to numpy")
+
+    monkeypatch.setattr(generation, "load_backbone", None)
+    message = r"^latents: can't convert .*; expected float32 \[N, C, h, w\] with N = 1"
+    with pytest.raises(solrl.InputError, match=message):
+        unwrap(solrl.generate)("embedded:tiny-sana", ["a red circle"], latents=OnAnotherDevice())
+
+
 @pytest.mark.parametrize("name", ARGUMENTS)
 def test_bad_arguments_of_generate_are_named(name, monkeypatch):
     monkeypatch.setattr(generation, "load_backbone", None)  # nothing is loaded

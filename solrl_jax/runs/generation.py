@@ -39,7 +39,7 @@ from solrl_jax.data.prompts import Prompt, check_text, load_instruction
 from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal, prompt_seeds
-from solrl_jax.errors import InputError, RunError, in_one_line
+from solrl_jax.errors import InputError, RunError, first_line, in_one_line
 from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
 from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.locate import mhla_override, open_model
@@ -339,14 +339,15 @@ def _channels_last(latents: Any, count: int, has_frames: bool) -> Float[np.ndarr
     Raises:
         InputError: If it is no float32 array with four axes (five for clips), or N is not `count`.
     """
-    array = np.asarray(latents)
     axes = "N, C, t, h, w" if has_frames else "N, C, h, w"
+    expected = f"expected float32 [{axes}] with N = {count}, the number of prompts"
+    try:
+        array = np.asarray(latents)
+    except Exception as error:  # of another library's array, e.g. a tensor on a GPU
+        raise InputError(f"latents: {first_line(error)}; {expected}") from error
     ndim = 5 if has_frames else 4
     if array.ndim != ndim or array.dtype != np.float32 or len(array) != count:
-        raise InputError(
-            f"latents: {array.dtype} {list(array.shape)}; expected float32 [{axes}] with "
-            f"N = {count}, the number of prompts"
-        )
+        raise InputError(f"latents: {array.dtype} {list(array.shape)}; {expected}")
     return np.moveaxis(array, 1, -1)
 
 

@@ -39,7 +39,8 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
     for name in watched:
         key = f"eval/{name}"
         earlier = [row for row in rows if math.isfinite(_value(row, TRAINED) + _value(row, key))]
-        if not earlier:
+        known = math.isfinite(_value(now, key) + _value(now, f"{key}/standard_error"))
+        if not earlier or not known:
             continue
         first = earlier[0]
         highest = max(earlier, key=lambda row: _value(row, key))

@@ -7,7 +7,7 @@ hashes are saved with every checkpoint, and a resumed run is refused if its inpu
 import hashlib
 import importlib.util
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,7 @@ def _describe(config: Config, name: str) -> str:
     field = "reward.weights"
     if detail == config.algorithm.objective:
         field = "algorithm.objective"
-    elif detail not in reward_names(config.reward.weights):
+    elif detail not in _reward_functions(config.reward.weights):
         field = "rollout.explore.reward"
     return f"{field}: the source file of {detail} has"
 
@@ -196,9 +196,19 @@ def _plugins(config: Config) -> list[str]:
     Returns:
         The functions as "module:function", sorted, each once.
     """
+    names = [*_reward_functions(config.training_scores), config.algorithm.objective]
+    return sorted({name for name in names if is_plugin(name)})
+
+
+def _reward_functions(scores: Iterable[str]) -> list[str]:
+    """Returns the names of the rewards that give scores, in their order. Those that installed
+    packages provide (entry points) are replaced by their functions "module:function".
+
+    Args:
+        scores: Names of scores, as in `reward.weights`, e.g. "shapes/strict".
+    """
     installed = entry_points()
-    rewards = [installed.get(name, name) for name in reward_names(config.training_scores)]
-    return sorted({name for name in (*rewards, config.algorithm.objective) if is_plugin(name)})
+    return [installed.get(name, name) for name in reward_names(scores)]
 
 
 def _source_file(plugin: str) -> Path | None:

@@ -12,6 +12,7 @@ after its checkpoint, so its record equals that of a run that was never interrup
 import contextlib
 import io
 import json
+import math
 import os
 import tempfile
 import time
@@ -241,8 +242,7 @@ class Metrics:
         Args:
             iteration: The number of the iteration; 0 before training.
             values: The values by name, e.g. "kept/reward", each a number or a scalar array. A value
-                that is not finite becomes null in `metrics.jsonl` and None in `rows`. A finite one
-                must be within float32, or the line cannot be read again.
+                that is not finite in float32 becomes null in `metrics.jsonl` and None in `rows`.
 
         Raises:
             RunError: If the disk or the store refuses, or if another start has taken over a run
@@ -250,10 +250,16 @@ class Metrics:
                 was the file that could not be written.
             Exception: What Weights & Biases raises, as it is. `rows` then lacks the row.
         """
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers = {name: _in_float32_range(float(value)) for name, value in values.items()}
         for log in self._logs:
             log(int(iteration), numbers)
         self.rows.append({"iteration": int(iteration), **to_strict_json(numbers)})
+
+
+def _in_float32_range(value: float) -> float:
+    """Returns `value`, or infinity with its sign if it is beyond float32 (`MAX_NUMBER`), which no
+    reader of the record accepts."""
+    return math.copysign(math.inf, value) if abs(value) > MAX_NUMBER else value
 
 
 @contextlib.contextmanager

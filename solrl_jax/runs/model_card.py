@@ -426,7 +426,9 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
     ]
     lines = [f"| score | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for name in names:
-        watched = name in config.reward.eval_only
+        watched = any(
+            name == reward or name.startswith(f"{reward}/") for reward in config.reward.eval_only
+        )
         values = [_with_error(row, f"eval/{name}") for row in evaluations]
         label = f"{name} (not trained on)" if watched else name
         lines.append(f"| {label} | {' | '.join(values)} |")

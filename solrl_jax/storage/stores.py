@@ -188,7 +188,10 @@ class StorePath:
             FileNotFoundError: If there is neither.
         """
         with self._requests():
-            return int(_client(self.scheme).info(str(self.key))["size"])
+            info = _client(self.scheme).info(str(self.key))
+        if info["type"] == "directory":  # only objects below it
+            raise FileNotFoundError(str(self))
+        return int(info["size"])
 
     def read_bytes(self) -> bytes:
         """Returns the content of the object.

@@ -395,7 +395,8 @@ def reward_at_cost(course: Course, cost: float) -> float:
         cost: The cost in seconds of counted work. Beyond the last known cost of the run, or if
             it is NaN, the result is NaN.
     """
-    return float(np.interp(cost, course.cost, course.reward, right=np.nan))
+    known = np.isfinite(course.cost)
+    return float(np.interp(cost, course.cost[known], course.reward[known], right=np.nan))
 
 
 def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:

@@ -66,6 +66,11 @@ def test_a_score_that_stops_rising_is_compared_with_its_highest_value():
     )  # it never rose by more than chance
     no_error = {"iteration": 12, "eval/reward": 0.65, "eval/clip": 0.6}
     assert not hacking_alarms(rows, no_error, ["clip"])
+    for value in (None, float("nan")):
+        assert not hacking_alarms(rows, row(12, 0.65, value), ["clip"])
+    absent = row(12, 0.65, 0.6)
+    del absent["eval/clip"]
+    assert not hacking_alarms(rows, absent, ["clip"])
     unknown = [*rows, row(10, 0.62, float("nan"))]
     assert hacking_alarms(unknown, row(12, 0.65, 0.7), ["clip"])
 

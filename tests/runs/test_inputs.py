@@ -1,5 +1,6 @@
 """A resumed run notices that its base weights, its plug-ins or its texts have changed."""
 
+import dataclasses
 import shutil
 import sys
 
@@ -83,6 +84,19 @@ def test_a_changed_input_is_noticed_by_name(files, change, name, message):
 def test_an_input_that_an_older_checkpoint_does_not_record_is_not_compared(files):
     config, _ = files
     refuse_changed_inputs(config, {"iteration": 7, "prompts": "x"}, {"weights/vae": "y"})
+
+
+def test_a_changed_reward_of_an_installed_package_is_one_of_the_weights(files, monkeypatch):
+    config, folder = files
+    monkeypatch.setattr(
+        "solrl_jax.runs.inputs.entry_points", lambda: {"installed": "own_reward_of_test:score"}
+    )
+    reward = dataclasses.replace(config.reward, weights={"installed/strict": 1.0})
+    config = dataclasses.replace(config, reward=reward)
+    saved = hash_all(config)
+    change_reward(folder)
+    with pytest.raises(InputError, match=r"^reward.weights: the source file of own_reward_of_test"):
+        refuse_changed_inputs(config, {"iteration": 7, **saved}, hash_all(config))
 
 
 def test_a_reward_that_only_ranks_candidates_is_an_input_too(files):

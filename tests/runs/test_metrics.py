@@ -38,12 +38,13 @@ def report(run_dir, iterations, **options):
 
 def test_a_row_is_on_the_disk_when_log_returns(tmp_path):
     with Metrics(tmp_path, resume_after=99) as record:
-        record.log(4, {"a": 1, "bad": math.nan, "worse": -math.inf, "b": jnp.bfloat16(0.5)})
+        record.log(
+            4, {"a": 1, "bad": math.nan, "worse": -math.inf, "b": jnp.bfloat16(0.5), "large": 1e39}
+        )
         line = (tmp_path / "metrics.jsonl").read_text()
-    assert line == '{"iteration": 4, "a": 1.0, "bad": null, "worse": null, "b": 0.5}\n'
-    assert metrics.read(tmp_path) == [
-        {"iteration": 4, "a": 1.0, "bad": None, "worse": None, "b": 0.5}
-    ]
+    row = {"iteration": 4, "a": 1.0, "bad": None, "worse": None, "b": 0.5, "large": None}
+    assert line == json.dumps(row) + "\n"
+    assert metrics.read(tmp_path) == record.rows == [row]
     assert metrics.read(tmp_path / "absent") == []
 
 

@@ -38,6 +38,8 @@ def run(tiny_run, tmp_path_factory):
     for row in rows:
         row["eval/tiny-clip"] = 0.2 + row["iteration"] / 10
         row["eval/tiny-clip/standard_error"] = 0.01
+        row["eval/tiny-clip/raw"] = 0.3
+        row["eval/tiny-clip/raw/standard_error"] = 0.02
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -64,7 +66,8 @@ def test_the_folder_holds_weights_images_and_a_card_with_everything(run, tmp_pat
     assert "![held-out prompts before and after training](images/before-after.png)" in card
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     first, _, last = (row for row in rows if "eval/reward" in row)
-    for name, label in (("reward", "reward"), ("tiny-clip", "tiny-clip (not trained on)")):
+    watched = {name: f"{name} (not trained on)" for name in ("tiny-clip", "tiny-clip/raw")}
+    for name, label in {"reward": "reward", **watched}.items():
         cells = [
             f"{row[f'eval/{name}']:.4f} ± {row[f'eval/{name}/standard_error']:.4f}"
             for row in (first, last)

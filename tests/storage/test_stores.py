@@ -92,6 +92,10 @@ def test_the_beginning_of_an_object_is_read_without_the_rest(stored, tmp_path, m
     for path in (stored, tmp_path):
         assert readers.read_start(path / "report.html", 12) == page[:12]
         assert readers.read_start(path / "report.html", 20_000) == page
+    (stored / "folder" / "page").write_bytes(page)
+    for name in ("folder", "never"):
+        with pytest.raises(FileNotFoundError):
+            readers.read_start(stored / name, 12)
 
 
 def test_a_sealed_directory_is_compared_with_its_manifest(stored, tmp_path):

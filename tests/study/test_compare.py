@@ -210,6 +210,17 @@ def test_what_a_curve_reaches():
     assert math.isnan(cost_to_reach(cost, reward, 0.31))
 
 
+def test_a_run_has_no_reward_at_a_cost_that_is_not_known(tmp_path):
+    *_, courses = made(tmp_path)
+    course = dataclasses.replace(
+        courses["sol"][0],
+        cost=np.array([0.0, 10.0, np.nan]),
+        scores={"reward": np.array([0.5, 1.0, 1.0])},
+    )
+    assert reward_at_cost(course, 5.0) == pytest.approx(0.75)
+    assert math.isnan(reward_at_cost(course, 15.0))
+
+
 @pytest.mark.parametrize(("swapped", "ranks"), [(False, (1, 2)), (True, (2, 1))])
 def test_true_ranks_are_those_of_the_regenerated_rewards(tmp_path, swapped, ranks):
     *_, study, _ = made(tmp_path, sol={"swapped": swapped, "spearman": 0.25})
