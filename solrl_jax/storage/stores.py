@@ -182,10 +182,11 @@ class StorePath:
         }
 
     def size(self) -> int:
-        """Returns the size of the object in bytes; 0 if there are only objects below this path.
+        """Returns the size of the object in bytes.
 
         Raises:
-            FileNotFoundError: If there is neither.
+            FileNotFoundError: If there is no such object, even if there are objects below this
+                path.
         """
         with self._requests():
             info = _client(self.scheme).info(str(self.key))

@@ -322,8 +322,8 @@ def _cudnn_attention(
 
     For a gradient, cuDNN requires even lengths and a mask matrix of the full shape [b, n, t, s]. If
     a gradient may be taken, the matrix is broadcast, and an odd length is padded by one position,
-    which the kernel ignores; otherwise the matrix must be the same for all heads, and no length is
-    padded. Numbers of keys are passed as lengths of the sequences.
+    which the kernel ignores; otherwise no length is padded. Numbers of keys are passed as lengths
+    of the sequences.
 
     Args:
         q: Queries [b, t, n, h].
