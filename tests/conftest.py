@@ -88,14 +88,14 @@ def tiny_run(tmp_path_factory, worker_id) -> tuple[Path, dict, str]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (shared / "finished.json").exists():
             stack.enter_context(one_run_at_a_time(root))
-            done = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-m", "solrl_jax", "train", "tiny", *SMALL, *options],
                 capture_output=True,
                 text=True,
                 check=False,
             )
-            assert done.returncode == 0, done.stderr
-            (shared / "finished.json").write_text(json.dumps([done.stdout, done.stderr]))
+            assert process.returncode == 0, process.stderr
+            (shared / "finished.json").write_text(json.dumps([process.stdout, process.stderr]))
     out, error = json.loads((shared / "finished.json").read_text())
     return folder, json.loads(out.strip().splitlines()[-1]), error
 

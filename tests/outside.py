@@ -82,9 +82,8 @@ def failing(images, prompts, metadata, *, how, prompt="", file="", once=False):
         case "hang":
             time.sleep(60)
         case "exit":
-            time.sleep(
-                0.5
-            )  # by then the run knows which worker has this call; otherwise it would repeat the call
+            # by then the run knows which worker has this call; otherwise it would repeat the call
+            time.sleep(0.5)
             os._exit(3)
         case "leave":
             raise SystemExit(3)

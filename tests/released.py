@@ -414,7 +414,7 @@ def image_reward_scores(
     top = round((height - PIXELS) / 2)
     left = round((width - PIXELS) / 2)
     cropped = resized[:, top : top + PIXELS, left : left + PIXELS].astype(np.float32) / 255
-    seen = vision(pixel_values=normalized(as_tensor(cropped))).last_hidden_state
+    features = vision(pixel_values=normalized(as_tensor(cropped))).last_hidden_state
     tokenizer.add_tokens(["[DEC]", "[ENC]"], special_tokens=True)
     tokens = tokenizer(
         list(PROMPTS), padding="max_length", truncation=True, max_length=35, return_tensors="pt"
@@ -422,8 +422,8 @@ def image_reward_scores(
     out = text(
         input_ids=tokens.input_ids,
         attention_mask=tokens.attention_mask,
-        encoder_hidden_states=seen,
-        encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long),
+        encoder_hidden_states=features,
+        encoder_attention_mask=torch.ones(features.shape[:2], dtype=torch.long),
         is_decoder=False,
     )
     return ((head(out.last_hidden_state[:, 0])[:, 0] - MEAN) / STD).double().numpy()

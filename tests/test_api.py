@@ -192,9 +192,9 @@ def test_an_argument_that_does_not_exist_is_named():
         solrl.generate_with_latents("embedded:tiny-sana", ["a red circle"], num_stepz=3)
 
 
-@pytest.mark.parametrize("given", [(3,), (None,), ("tiny", 3), ("tiny", {"seed": 1})])
-def test_presets_and_overrides_are_text(given):
-    preset, *overrides = given
+@pytest.mark.parametrize("arguments", [(3,), (None,), ("tiny", 3), ("tiny", {"seed": 1})])
+def test_presets_and_overrides_are_text(arguments):
+    preset, *overrides = arguments
     with pytest.raises(solrl.ConfigError, match="expected text, a preset's name and overrides"):
         unwrap(solrl.resolve)(preset, overrides)
 
@@ -218,8 +218,8 @@ def test_generate_takes_from_a_run_what_is_not_given():
     assert settings(schedule(config, num_steps=np.int64(7))) == (7, 2.5, True)
     assert settings(schedule(None)) == (10, 1.0, False)
     for scale in (0.0, 0.5, 1.0):  # one definition for runs and model directories
-        for given in (config, None):
-            assert not schedule(given, guidance_scale=scale).guided
+        for run_config in (config, None):
+            assert not schedule(run_config, guidance_scale=scale).guided
 
 
 def test_an_interrupted_training_raises(monkeypatch):

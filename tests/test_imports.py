@@ -58,16 +58,16 @@ def imports(path: Path, late: bool = True) -> set[str]:
     """What a file imports, files of the package by their dotted names; late: inside functions
     too.
     """
-    found = set()
+    names = set()
     tree = ast.parse(path.read_text())
     for node in ast.walk(tree) if late else tree.body:
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute here"
             full = [f"{node.module}.{alias.name}" for alias in node.names]
-            found |= {name if name in MODULES else str(node.module) for name in full}
-    return found
+            names |= {name if name in MODULES else str(node.module) for name in full}
+    return names
 
 
 def room(module: str) -> int:
@@ -108,12 +108,12 @@ def test_what_may_be_imported_late_is_not_imported_at_once():
 @pytest.mark.parametrize("arguments", [["-c", "import solrl_jax"], ["-m", "solrl_jax", "--help"]])
 def test_neither_the_package_nor_the_help_page_imports_jax(arguments):
     """JAX takes seconds to import, transformers more."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-X", "importtime", *arguments], check=True, capture_output=True, text=True
     )
     imported = {
         line.rpartition("|")[2].strip()
-        for line in done.stderr.splitlines()
+        for line in process.stderr.splitlines()
         if line.startswith("import time:")
     }
     assert "solrl_jax" in imported

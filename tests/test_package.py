@@ -33,17 +33,19 @@ import solrl_jax
 from solrl_jax.cli.main import main
 
 main()
-ours = sorted({module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "solrl_jax"})
+ours = sorted(
+    {module.__file__ for name, module in sys.modules.items() if name.split(".")[0] == "solrl_jax"}
+)
 print(json.dumps({"models": models.MINE, "ours": ours}))
 """
 
 
 def call(*command: str | Path, **options) -> str:
-    done = subprocess.run(
+    process = subprocess.run(
         [str(part) for part in command], capture_output=True, text=True, check=False, **options
     )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +182,10 @@ def test_the_installed_package_trains_beside_models_and_configs_of_the_users_own
         f"run.dir={tmp_path / 'run'}",
         "--json",
     )
-    said = call(
+    lines = call(
         sys.executable, "program.py", "train", "tiny", *settings, cwd=mine, env=environment
     ).splitlines()
-    summary, imported = map(json.loads, said[-2:])
+    summary, imported = map(json.loads, lines[-2:])
     assert summary["iterations"] == 2
     assert imported["models"] == "the user's own"
     assert str(installed / "solrl_jax" / "__init__.py") in imported["ours"]

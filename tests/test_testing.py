@@ -39,8 +39,8 @@ def pools():
 
 def figures(proxy, true):
     got = rank_correlations(proxy, true)
-    match, lost = (float(np.nanmean(figure(proxy, true, 4, 6))) for figure in (overlap, regret))
-    return {"spearman": got.spearman, "kendall": got.kendall, "match": match, "regret": lost}
+    match, loss = (float(np.nanmean(figure(proxy, true, 4, 6))) for figure in (overlap, regret))
+    return {"spearman": got.spearman, "kendall": got.kendall, "match": match, "regret": loss}
 
 
 def test_the_figures_are_scipys_to_a_hair(pools):
@@ -62,12 +62,12 @@ def test_the_figures_are_scipys_to_a_hair(pools):
         assert_ranking_preserved(*pools, top_k=4, within=6)
 
 
-@pytest.mark.parametrize("left", [0, 1, 3, 8])
-def test_the_regret_of_few_finite_rewards_is_that_of_numpy(left):
+@pytest.mark.parametrize("count", [0, 1, 3, 8])
+def test_the_regret_of_few_finite_rewards_is_that_of_numpy(count):
     rng = np.random.default_rng(5)
     proxy, true = np.round(rng.standard_normal((2, 4, 8)), 1).astype(np.float32)
-    proxy[1, left:] = np.nan
-    true[2, left:] = -np.inf
+    proxy[1, count:] = np.nan
+    true[2, count:] = -np.inf
     true[3] = 2.0  # nothing to lose
     want = float(np.nanmean(regret(proxy, true, 4, 5)))
     assert want > 10 * HAIR

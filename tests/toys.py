@@ -183,9 +183,9 @@ def toy_seeds(
 def toy_reward() -> Reward:
     """How near a picture's mean is to a number of its prompt; and the mean itself."""
 
-    def score(params, images, wanted):
+    def score(params, images, targets):
         mean = images.mean((1, 2, 3))
-        return {"reward": params - jnp.abs(mean - wanted), "mean": mean}
+        return {"reward": params - jnp.abs(mean - targets), "mean": mean}
 
     def prepare(prompts):
         return np.array([prompt_uid(prompt) / 2**32 for prompt in prompts], np.float32)

@@ -430,7 +430,8 @@ def test_memory_that_is_used_up_is_one_line_with_what_would_help(error):
     assert code == 1
     assert line.startswith("out of memory: ")
     assert line.endswith(
-        "a smaller rollout.per_device_batch_size, optimizer.per_device_batch_size or model.vae_tile_size, or model.gradient_checkpointing=blocks needs less"
+        "a smaller rollout.per_device_batch_size, optimizer.per_device_batch_size or"
+        " model.vae_tile_size, or model.gradient_checkpointing=blocks needs less"
     )
 
 
@@ -710,7 +711,9 @@ def test_a_lora_or_an_output_that_cannot_be_is_one_line_and_nothing_is_written(
 def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(
-        '{"prompt": "a dog", "tag": "one"}\n{"prompt": "a cat"}\n{"prompt": "a dog", "tag": "one"}\n'
+        '{"prompt": "a dog", "tag": "one"}\n'
+        '{"prompt": "a cat"}\n'
+        '{"prompt": "a dog", "tag": "one"}\n'
     )
     code, out, _ = call("presets", "--show", "tiny", f"prompts.train={prompts}")
     assert code == 0
@@ -772,7 +775,8 @@ def test_presets_lists_them_all(call):
         (("train", "tiny", "model.height=30"), "size 30x32"),
         (
             ("train", "tiny", "rollout.size=[[32,32],[24,30]]"),
-            "rollout.size: size 24x30: this model supports heights in multiples of 4 pixels and widths in multiples of 4",
+            "rollout.size: size 24x30: this model supports heights in multiples of 4 pixels and"
+            " widths in multiples of 4",
         ),
         (
             ("eval", "embedded:tiny-sana", "eval.size=[30,32]"),
@@ -807,8 +811,8 @@ def test_presets_lists_them_all(call):
         (("eval", "tiny", "--rewards", "beauty"), "reward 'beauty'"),
         (
             ("study", "everything"),
-            "'everything': no file, and no plan of the package (exploration, frontier, learning, objectives, paper,"
-            " proxy)",
+            "'everything': no file, and no plan of the package (exploration, frontier, learning,"
+            " objectives, paper, proxy)",
         ),
         (("study", "paper", "--prices", "tpu"), "--prices=tpu: no file, and none of sana-h200, "),
         (("rank", "nowhere"), "'nowhere': no run directory and no preset"),

@@ -137,17 +137,17 @@ def test_a_native_checkpoint_computes_what_diffusers_does(ffn, base, forward, tm
     assert min(velocities.values()) > 1000 * TOLERANCE  # another order is another network
 
     out = tmp_path / "qkv-kv"
-    written = safetensors.torch.load_file(out / WEIGHTS)
-    assert written.keys() == theirs.state_dict().keys()
+    results = safetensors.torch.load_file(out / WEIGHTS)
+    assert results.keys() == theirs.state_dict().keys()
     for name, tensor in theirs.state_dict().items():
-        assert torch.equal(written[name], tensor), name
+        assert torch.equal(results[name], tensor), name
     config = json.loads((out / "transformer" / "config.json").read_text())
     assert SanaConfig.from_dict(config) == SanaConfig.from_dict(
         TRANSFORMER | {"timestep_scale": 0.5}
     )
     assert (
         SanaTransformer2DModel.from_pretrained(out / "transformer").state_dict().keys()
-        == written.keys()
+        == results.keys()
     )
 
 
@@ -160,10 +160,10 @@ def test_qk_norm_and_bf16_are_kept(base, tmp_path):
     summary = convert(tmp_path / "sana.pth", tmp_path / "out", base[0])
     assert summary["config"]["qk_norm"] == "rms_norm_across_heads"
     assert summary["parameters"] == sum(p.numel() for p in theirs.parameters())
-    written = safetensors.torch.load_file(tmp_path / "out" / WEIGHTS)
+    results = safetensors.torch.load_file(tmp_path / "out" / WEIGHTS)
     for name, tensor in theirs.state_dict().items():
-        assert written[name].dtype == torch.bfloat16
-        assert torch.equal(written[name], tensor), name
+        assert results[name].dtype == torch.bfloat16
+        assert torch.equal(results[name], tensor), name
 
 
 def test_what_the_command_says(base, tmp_path, monkeypatch, capsys):
@@ -375,11 +375,11 @@ def test_tensors_are_kept_as_they_are(case, archive, tmp_path):
         "tensors": len(tensors),
         "bytes": (tmp_path / "new" / "weights.safetensors").stat().st_size,
     }
-    written = safetensors.torch.load_file(tmp_path / "new" / "weights.safetensors")
-    assert written.keys() == tensors.keys()
+    copies = safetensors.torch.load_file(tmp_path / "new" / "weights.safetensors")
+    assert copies.keys() == tensors.keys()
     for name, tensor in tensors.items():
-        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(bits(written[name]), bits(tensor)), name
+        assert (copies[name].dtype, copies[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(bits(copies[name]), bits(tensor)), name
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["weights.safetensors"]
 
 
@@ -421,7 +421,8 @@ REFUSED = {
     "nothing": ({}, "holds no tensor"),
     "kinds": (
         {"a": a, "s": a.to_sparse(), "c": a.to(torch.complex128)},
-        "2 tensor(s) that safetensors cannot hold: s is torch.sparse_coo on cpu, c is torch.complex128",
+        "2 tensor(s) that safetensors cannot hold: s is torch.sparse_coo on cpu,"
+        " c is torch.complex128",
     ),
 }
 
@@ -571,14 +572,14 @@ def test_without_pytorch_or_with_an_old_one_it_says_what_to_install(tmp_path, mo
     code, out, error = solrl(*arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert (code, out) == (2, "")
     assert error == (
-        "solrl: PyTorch 2.5.1+cpu may run code that a pickle holds (CVE-2025-32434): pip install 'solrl_jax[convert]'\n"
+        "solrl: PyTorch 2.5.1+cpu may run code that a pickle holds (CVE-2025-32434):"
+        " pip install 'solrl_jax[convert]'\n"
     )
     monkeypatch.setitem(sys.modules, "torch", None)
     code, out, error = solrl(*arguments, monkeypatch=monkeypatch, capsys=capsys)
     assert (code, out) == (2, "")
-    assert (
-        error
-        == "solrl: convert needs PyTorch, which is not installed: pip install 'solrl_jax[convert]'\n"
+    assert error == (
+        "solrl: convert needs PyTorch, which is not installed: pip install 'solrl_jax[convert]'\n"
     )
 
 
@@ -625,7 +626,8 @@ def test_the_whole_is_never_in_memory(tmp_path):
         is_over.set()
         watcher.join()
     print(
-        f"{total / 1e6:.0f} MB in all, {(max(measurements) - before) / 1e6:.1f} MB in memory, seen {len(measurements)} times"
+        f"{total / 1e6:.0f} MB in all, {(max(measurements) - before) / 1e6:.1f} MB in memory,"
+        f" seen {len(measurements)} times"
     )
     assert len(measurements) > 5
     assert (

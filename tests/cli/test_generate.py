@@ -371,7 +371,7 @@ def test_lower_precisions_differ_a_little(
     assert correlated > correlation
 
 
-# ---------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # bad input
 
 
@@ -551,7 +551,8 @@ def test_latents_that_cannot_be_used_are_one_line(
         ),
         (
             ["--true-cfg-scale", "2"],
-            "--true-cfg-scale=2.0: must be 1 for a SanaPipeline, whose guidance_scale is classifier-free",
+            "--true-cfg-scale=2.0: must be 1 for a SanaPipeline, whose guidance_scale is"
+            " classifier-free",
         ),
         (
             ["--instruction", "{dir}/absent.txt"],

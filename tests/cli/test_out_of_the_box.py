@@ -1,5 +1,5 @@
-"""`solrl train PRESET` as a new user calls it: in an empty folder, with an empty cache of the Hub and
-no prompt file.
+"""`solrl train PRESET` as a new user calls it: in an empty folder, with an empty cache of the Hub
+and no prompt file.
 """
 
 import json
@@ -59,8 +59,8 @@ def test_only_the_download_is_missing(online, tmp_path):
 
 
 def save_networks(model: Path, pickscore: Path, tokenizer: Path) -> None:
-    """Writes SANA 1.6B and PickScore in their released layouts and widths, with random weights. Each
-    stack of layers is reduced to one layer, and the vocabularies are small.
+    """Writes SANA 1.6B and PickScore in their released layouts and widths, with random weights.
+    Each stack of layers is reduced to one layer, and the vocabularies are small.
     """
     torch.manual_seed(0)
     words = make_tokenizer()

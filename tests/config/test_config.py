@@ -118,7 +118,8 @@ BAD = [
     ("reward.frames=0", "reward.frames=0: .*"),
     (
         "algorithm.objective=ppo",
-        "algorithm.objective='ppo': expected one of nft, awm, opsd, refl, draft, dpo, .*, or module:function",
+        "algorithm.objective='ppo': expected one of nft, awm, opsd, refl, draft, dpo, .*,"
+        " or module:function",
     ),
     (
         "reward=http://me:secret@localhost:1/",
@@ -231,8 +232,8 @@ def test_sizes_of_clips_have_the_models_frames_unless_they_have_their_own():
         return training_sizes(config), largest_training_size(config), evaluation_size(config)
 
     assert sizes() == (((480, 832, 17),), (480, 832, 17), (480, 832, 17))
-    own = sizes("rollout.size=[[256,256],[128,128,81]]", "eval.size=[480,832,41]")
-    assert own == (((256, 256, 17), (128, 128, 81)), (128, 128, 81), (480, 832, 41))
+    clips = sizes("rollout.size=[[256,256],[128,128,81]]", "eval.size=[480,832,41]")
+    assert clips == (((256, 256, 17), (128, 128, 81)), (128, 128, 81), (480, 832, 41))
     none = sizes("model.frames=null", "eval.size=[64,64]")
     assert none == (((480, 832),), (480, 832), (64, 64))
     assert pixel_shape((4, 6)) == (4, 6, 3)

@@ -114,11 +114,11 @@ def test_a_field_that_is_added_later_leaves_runs_readable_and_resumable(tmp_path
     def read_with(parent: Path) -> list[str]:
         environment = {**os.environ, "PYTHONPATH": str(parent), "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, "-c", READ_RUN, str(run)]
-        done = subprocess.run(
+        process = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stderr
-        return done.stdout.split()
+        assert process.returncode == 0, process.stderr
+        return process.stdout.split()
 
     has_field, before = read_with(package.parent)
     assert has_field == "False"

@@ -177,11 +177,11 @@ def test_a_card_may_name_the_files_of_one_split_in_several_ways(data_files):
 def test_patterns_of_a_card_match_as_the_hubs(pattern, files):
     card = {"configs": [{"data_files": pattern}]}
     names = ["x.csv", "old/x.csv", "old/new/x.csv"]
-    found = find_splits(names, card)
-    assert found == ({"train": files} if files else {})
+    splits = find_splits(names, card)
+    assert splits == ({"train": files} if files else {})
     card["configs"][0]["data_dir"] = "./top/"
     moved = find_splits([f"top/{name}" for name in names], card)
-    assert moved == {split: [f"top/{name}" for name in paths] for split, paths in found.items()}
+    assert moved == {split: [f"top/{name}" for name in paths] for split, paths in splits.items()}
 
 
 def test_a_column_may_hold_a_colon():
@@ -197,14 +197,14 @@ def online(tmp_path, environment, path):
         "except ValueError as error: print(json.dumps(str(error)))\n"
     )
     places = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-c", code, path],
         env=os.environ | environment | places,
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout)
 
 
 @pytest.mark.slow

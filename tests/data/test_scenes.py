@@ -163,14 +163,14 @@ def test_the_split_is_stable_and_about_a_tenth():
 
 @pytest.mark.slow
 def test_drawn_prompts_are_distinct_and_of_their_split():
-    seen, unseen = (
+    train, test = (
         drawing.draw_prompts(np.random.default_rng(1), 400, held_out=h) for h in (False, True)
     )
-    for prompts, held_out in ((seen, False), (unseen, True)):
+    for prompts, held_out in ((train, False), (test, True)):
         assert len(prompts) == len(set(prompts)) == 400
         assert all(drawing.held_out(p) == held_out for p in prompts)
-    assert not set(seen) & set(unseen)
-    assert drawing.draw_prompts(np.random.default_rng(1), 400, held_out=False) == seen
+    assert not set(train) & set(test)
+    assert drawing.draw_prompts(np.random.default_rng(1), 400, held_out=False) == train
     assert drawing.draw_prompts(np.random.default_rng(1), 0, held_out=True) == []
 
 

@@ -117,16 +117,16 @@ def test_correct_images_pass_degraded(blur, noise, share, score):
 @pytest.mark.parametrize(("blur", "noise"), first_is_quick([(0, 0), (0.5, 0.03)]))
 def test_images_wrong_in_one_attribute_fail(attribute, blur, noise):
     rng = np.random.default_rng(3)
-    asked = []
-    shown = []
-    while len(asked) < N:
+    captions = []
+    others = []
+    while len(captions) < N:
         scene = drawing.draw_scene(rng)
         other = _changed(scene, attribute, rng)
         if other is not None:
-            asked.append(drawing.caption(scene))
-            shown.append(other)
+            captions.append(drawing.caption(scene))
+            others.append(other)
     verdict = verifier.verify(
-        _degraded(render(shown, rng), blur, noise), verifier.parse_targets(asked)
+        _degraded(render(others, rng), blur, noise), verifier.parse_targets(captions)
     )
     assert verdict.strict.mean() <= 0.001
     assert verdict.score.max() < 0.95  # the lowest score of the right images is above it

@@ -165,7 +165,8 @@ def test_a_fixed_shift_of_a_pipelines_own_sigmas_equals_diffusers(steps, shift):
 def test_dynamic_shifting_of_a_grid_that_is_not_the_pipelines_own_is_refused():
     with pytest.raises(
         ValueError,
-        match="FlowMatchEulerDiscreteScheduler: use_dynamic_shifting=True is not supported for this kind",
+        match="FlowMatchEulerDiscreteScheduler: use_dynamic_shifting=True is not supported for"
+        " this kind",
     ):
         read_scheduler(FLUX, 6, TOKENS)
 
@@ -238,14 +239,14 @@ def test_a_scheduler_that_diffusers_wrote_is_read():
         UniPCMultistepScheduler,
     )
     for config, scheduler in zip((SD3, FLUX, SANA, WAN), classes, strict=True):
-        written = json.loads(
+        settings = json.loads(
             scheduler.from_config(config).to_json_string()
         )  # all settings, most at their defaults
-        assert len(written) > len(config)
-        own = config is FLUX
+        assert len(settings) > len(config)
+        pipeline_sigmas = config is FLUX
         for got, want in zip(
-            read_scheduler(written, 6, TOKENS, own),
-            read_scheduler(config, 6, TOKENS, own),
+            read_scheduler(settings, 6, TOKENS, pipeline_sigmas),
+            read_scheduler(config, 6, TOKENS, pipeline_sigmas),
             strict=True,
         ):
             np.testing.assert_array_equal(got, want)
@@ -364,6 +365,7 @@ def test_another_order_and_another_scheduler_are_refused_by_name():
     for config in ({"_class_name": "DDIMScheduler"}, {}):
         with pytest.raises(
             ValueError,
-            match=rf"scheduler {config.get('_class_name')!r} \(_class_name\) is not supported; must be one of FlowMatchEuler",
+            match=rf"scheduler {config.get('_class_name')!r} \(_class_name\) is not supported;"
+            " must be one of FlowMatchEuler",
         ):
             read_scheduler(config, 6, TOKENS)

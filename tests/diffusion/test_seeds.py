@@ -174,10 +174,10 @@ def test_every_draw_has_the_bits_that_runs_on_disk_were_made_with():
             for root, number in zip(roots, folds, strict=True)
         ]
         want = np.stack([jax.random.normal(k, SHAPE) for k in keys])
-        given = {"initial": None, "solver": 4}.get(name, folds)
-        np.testing.assert_array_equal(normal(rows, name, SHAPE, given), want)
+        numbers = {"initial": None, "solver": 4}.get(name, folds)
+        np.testing.assert_array_equal(normal(rows, name, SHAPE, numbers), want)
         np.testing.assert_array_equal(
-            jax.jit(normal, static_argnums=(1, 2))(rows, name, SHAPE, given), want
+            jax.jit(normal, static_argnums=(1, 2))(rows, name, SHAPE, numbers), want
         )
         assert len(np.unique(want)) == want.size
     orders = [

@@ -211,7 +211,8 @@ def test_an_unknown_solver_and_noise_where_there_is_none_are_refused():
     for name in ("euler", "dpm1", "dpm2"):
         with pytest.raises(
             ValueError,
-            match=rf"rollout\.noise_level=0\.5: the solver '{name}' is deterministic; only ddim, flow_sde, dance_sde, cps add noise",
+            match=rf"rollout\.noise_level=0\.5: the solver '{name}' is deterministic;"
+            " only ddim, flow_sde, dance_sde, cps add noise",
         ):
             solver_table(name, sigmas, 0.5)
 

@@ -20,10 +20,10 @@ class Block(NamedTuple):
 
 def blocks(page: Path) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found = re.findall(
+    matches = re.findall(
         r"^```(\w*)(?: title=\"(.+?)\")?\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL
     )
-    return [Block(*parts) for parts in found]
+    return [Block(*parts) for parts in matches]
 
 
 def commands(page: Path) -> list[list[str]]:

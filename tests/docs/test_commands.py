@@ -34,14 +34,14 @@ def test_a_command_has_these_options_and_settings(page, words):
         click.Context(click.Command("solrl")) as parent,
         command.make_context(words[1], words[2:], parent=parent) as context,
     ):
-        given = context.params
+        parameters = context.params
     first = next(
         (parameter.name for parameter in command.params if isinstance(parameter, click.Argument)),
         None,
     )
-    target = given.get("show") or given.get(first)
+    target = parameters.get("show") or parameters.get(first)
     if target in preset_names():
-        settings = [setting for setting in given.get("overrides", ()) if setting != MESH_AUTO]
+        settings = [setting for setting in parameters.get("overrides", ()) if setting != MESH_AUTO]
         resolve(target, settings)
 
 

@@ -21,12 +21,12 @@ def record(name: str) -> dict:
 
 def rows(page, heading: str) -> list[list[str]]:
     """The rows of a page's table whose first line begins with `heading`, cell by cell."""
-    found = re.search(
+    match = re.search(
         rf"^\| ?{re.escape(heading)}.*\n\|[-| :]+\n((?:\|.*\n)+)", page.read_text(), re.MULTILINE
     )
-    assert found is not None, (page.name, heading)
+    assert match is not None, (page.name, heading)
     return [
-        [cell.strip() for cell in line.strip()[1:-1].split("|")] for line in found[1].splitlines()
+        [cell.strip() for cell in line.strip()[1:-1].split("|")] for line in match[1].splitlines()
     ]
 
 
@@ -46,16 +46,16 @@ def agrees(printed: str, value: float) -> bool:
 
 
 def check(printed: Iterable[str], values: Iterable[float], what: object) -> None:
-    for shown, value in zip(printed, values, strict=True):
-        assert agrees(shown, value), (what, shown, value)
+    for text, value in zip(printed, values, strict=True):
+        assert agrees(text, value), (what, text, value)
 
 
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "benchmarks").glob("*.json")), ids=lambda path: path.stem
 )
 def test_a_record_says_when_and_where(path):
-    found = json.loads(path.read_text())
-    assert {"date", "device"} <= found.keys()
+    contents = json.loads(path.read_text())
+    assert {"date", "device"} <= contents.keys()
     assert path.name in "".join(
         page.read_text() for page in (*PAGES, *(ROOT / "scripts").rglob("*.py"))
     )
@@ -77,7 +77,7 @@ RANKS = ("true_rank_best", "true_rank_worst")
 
 
 def test_ranks():
-    seen = 0
+    count = 0
     for first, *cells in rows(DOCS / "exploration.md", "base and prompts"):
         model, when = (re.sub("`", "", part).strip() for part in [*first.split(", "), ""][:2])
         if (model, when) not in RANKED:
@@ -94,8 +94,8 @@ def test_ranks():
         assert {str(recipes[recipe]["prompts"]) for recipe in ("paper", "best")} == {
             numbers(first)[-1]
         }
-        seen += 1
-    assert seen == 6
+        count += 1
+    assert count == 6
 
 
 def test_ranks_after_training_in_the_readme():
@@ -108,13 +108,14 @@ def test_ranks_after_training_in_the_readme():
 
 
 def test_levers_alone():
-    found = record("rank-levers-alone")
+    levers = record("rank-levers-alone")
     table = {
         re.sub("`|rollout.explore.", "", first): cells
         for first, *cells in rows(DOCS / "exploration.md", "alone, after")
     }
     again = [
-        {s["explore"]: s["spearman"] for s in m["settings"]} for m in found["again"]["measurements"]
+        {s["explore"]: s["spearman"] for s in m["settings"]}
+        for m in levers["again"]["measurements"]
     ]
     for name, explore in (
         ("the paper's recipe (NVFP4, 6-step schedule)", "paper"),
@@ -128,12 +129,12 @@ def test_levers_alone():
         return [
             next(
                 s["spearman"]
-                for s in found["settings"][f"{model}-{group}"]
+                for s in levers["settings"][f"{model}-{group}"]
                 if (s["precision"], s["exact_steps"]) == (precision, 0)
             )
             for model in ("sana", "flux", "sd3")
-            if f"{model}-{group}" in found["settings"]
-            and any(s["precision"] == precision for s in found["settings"][f"{model}-{group}"])
+            if f"{model}-{group}" in levers["settings"]
+            and any(s["precision"] == precision for s in levers["settings"][f"{model}-{group}"])
         ]
 
     for name, group, precision in (
@@ -152,7 +153,7 @@ def test_levers_alone():
 
 
 def test_ranks_of_clips():
-    found = {
+    measurements = {
         (row["explore"], row["precision"], row["steps"]): row
         for row in record("rank-wan")["measurements"]
     }
@@ -160,9 +161,9 @@ def test_ranks_of_clips():
     assert [name for name, *_ in formats] == ["NVFP4", "FP8", "INT8", "BF16"]
     for name, *cells in formats:
         for cell, steps in zip(cells, (3, 4, 6), strict=True):
-            row = found["", name.lower(), steps]
+            row = measurements["", name.lower(), steps]
             check(numbers(cell), [row["spearman"], row["spearman_standard_error"]], (name, steps))
-    row = found["best", "nvfp4", 6]
+    row = measurements["best", "nvfp4", 6]
     check(numbers(best), [row["spearman"], row["spearman_standard_error"]], "best")
 
 
@@ -213,15 +214,15 @@ def test_what_refining_the_decoder_of_tiny_wan_changes():
 
 
 def test_what_quantizing_each_group_costs():
-    found = record("linears-tiny")
+    linears = record("linears-tiny")
     page = DOCS / "exploration.md"
-    groups = {group["group"].strip("/"): group for group in found["groups"]}
+    groups = {group["group"].strip("/"): group for group in linears["groups"]}
     for name, share, spearman in rows(page, "quantized alone"):
         group = groups.pop(name.strip("`"))
         check([numbers(share)[0], spearman], [100 * group["share"], group["spearman"]], name)
     assert not groups
     text = " ".join(page.read_text().split())
-    assert f"6 steps in BF16 rank at {found['exact']:.3f}." in text
+    assert f"6 steps in BF16 rank at {linears['exact']:.3f}." in text
 
 
 def test_what_the_embedded_pipelines_learn():
@@ -251,11 +252,11 @@ def test_the_tutorial():
         ("mine", r"falls from (\S+) to (\S+)\."),
         ("both", r"stays: (\S+) before, (\S+) after\."),
     ):
-        said = re.search(r"`coverage` rises from (\S+) to (\S+), and `shapes` " + shapes, text)
-        assert said is not None, name
+        match = re.search(r"`coverage` rises from (\S+) to (\S+), and `shapes` " + shapes, text)
+        assert match is not None, name
         scores = ("eval/my_reward:coverage", "eval/shapes")
         check(
-            said.groups(),
+            match.groups(),
             [runs[name][when][score] for score in scores for when in ("0", "20")],
             name,
         )
@@ -269,10 +270,12 @@ def test_the_demo(page):
         values = [
             evaluations[i][f"{name}{part}"] for i in ("0", "30") for part in ("", "/standard_error")
         ]
-        said = [f"{mean:.3f} ± {error:.3f}" for mean, error in (values[:2], values[2:])]
-        assert all(part in text for part in said) or (page != README and name == "eval/reward"), (
+        estimates = [f"{mean:.3f} ± {error:.3f}" for mean, error in (values[:2], values[2:])]
+        assert all(part in text for part in estimates) or (
+            page != README and name == "eval/reward"
+        ), (
             name,
-            said,
+            estimates,
         )
     others = [
         rows["20"]["eval/shapes/strict"] for rows in record("demo")["other_seeds"]["seeds"].values()
@@ -286,7 +289,7 @@ def test_the_demo(page):
 
 
 def test_what_the_compilers_say():
-    found = record("plans")
+    results = record("plans")
     names = {
         "FLUX.1-dev": "flux1",
         "SD3.5 Large": "sd3",
@@ -309,14 +312,14 @@ def test_what_the_compilers_say():
         name = f"{names[model]}-{device.lower()}".replace(" v", "-v")
         printed = [number for cell in cells for number in numbers(cell)]
         if rule:
-            short = found["wider rule"][name]
+            short = results["wider rule"][name]
             check(
                 printed,
                 [short[k] for k in ("ratio", "ex", "re", "sc", "up", "rolls", "it", "pk", "us")],
                 first,
             )
             continue
-        plan = found["plans"][name]
+        plan = results["plans"][name]
         seconds = {phase["name"]: phase["seconds"] for phase in plan["phases"]}
         naive = plan["naive_scaling"]
         rest = seconds["encode"] + seconds["update"]
@@ -325,26 +328,28 @@ def test_what_the_compilers_say():
         memory = [plan["peak"] / 1e9, plan["usable"] / 1e9]
         check(printed[1:], [*phases, rollout, naive["seconds"] / plan["seconds"], *memory], first)
     (score,) = (
-        phase for phase in found["plans"]["wan-2.1-h200"]["phases"] if phase["name"] == "score"
+        phase for phase in results["plans"]["wan-2.1-h200"]["phases"] if phase["name"] == "score"
     )
     (decode,) = (call for call in score["programs"] if call["name"] == "decode_chunk")
     first_frame = decode["calls"] * decode["roofline"]["seconds"]
-    every_frame = found["wan-2.1-h200, all frames"]["decode, seconds"]
-    said = (
+    every_frame = results["wan-2.1-h200, all frames"]["decode, seconds"]
+    sentence = (
         f"For Wan 2.1 on an H200 this takes {first_frame:.0f} s per iteration, where decoding all "
         f"17 frames took {every_frame:.0f} s"
     )
-    assert said in " ".join((DOCS / "compiled.md").read_text().split())
+    assert sentence in " ".join((DOCS / "compiled.md").read_text().split())
 
 
 def test_int8_on_tpus():
     page = DOCS / "compiled.md"
-    found = {
+    records = {
         (row["device"], row["preset"], *row["overrides"]): row
         for row in record("tpu-cycles")["rows"]
     }
-    flux = [found[device, "flux1_sol_rl_hpsv2", "mesh.fsdp=8"] for device in ("tpu-v5e", "tpu-v6e")]
-    sana = [found["tpu-v5e", "sana_sol_rl_hpsv2", *rule] for rule in (("explore=fast",), ())]
+    flux = [
+        records[device, "flux1_sol_rl_hpsv2", "mesh.fsdp=8"] for device in ("tpu-v5e", "tpu-v6e")
+    ]
+    sana = [records["tpu-v5e", "sana_sol_rl_hpsv2", *rule] for rule in (("explore=fast",), ())]
     steps = [*flux, *sana]
     for (name, *cells), row in zip(rows(page, "model and devices"), steps, strict=True):
         explore, regenerate = (row[phase]["cycles"] / 1e6 for phase in ("explore", "regenerate"))
@@ -359,20 +364,20 @@ def test_int8_on_tpus():
         for row in flux
     )
     attention = "jit(flash_attention) [12,24,1152,128]"
-    said = (
+    sentence = (
         f"attention takes {v5e[attention]:.0f} million cycles of the exploring step on a v5e and "
         f"{v6e[attention]:.0f} million on a v6e"
     )
-    assert said in " ".join(page.read_text().split())
+    assert sentence in " ".join(page.read_text().split())
 
 
 def test_an_iteration_measured_on_an_h200():
-    found = record("gpu-h200-flux1")
-    steps = found["steps-flux1"]["result"]
-    rollout = found["rollout-flux1"]["result"]
+    measurements = record("gpu-h200-flux1")
+    steps = measurements["steps-flux1"]["result"]
+    rollout = measurements["rollout-flux1"]["result"]
     updates = {
-        "nft": found["update-flux1-nft"]["result"]["update"],
-        "opsd": found["update-flux1"]["result"]["update"],
+        "nft": measurements["update-flux1-nft"]["result"]["update"],
+        "opsd": measurements["update-flux1"]["result"]["update"],
     }
     programs = [
         *((row["step_seconds"], row["step_plan"]) for row in (steps["regenerate"], steps["fp8"])),
@@ -429,14 +434,14 @@ def test_an_iteration_measured_on_an_h200():
         (planned[0] + planned_update) / (planned[1] + planned_update),
     )
     text = " ".join(page.read_text().split())
-    for said in (
+    for phrase in (
         f"makes the rollout {rollouts[0] / rollouts[1]:.2f} times as fast and the iteration "
         f"{sums[0] / sums[1]:.2f} times",
         "The rooflines of the same programs promise {:.2f} and {:.2f}.".format(*planned_ratios),
         f"An iteration of `opsd` takes {sums[2] / sums[1]:.2f} of the time of one of `nft`",
         f"cost {gradient:.0f} s, and the update saves {learned['nft'] - learned['opsd']:.0f} s",
     ):
-        assert said in text, said
+        assert phrase in text, phrase
     costs = (DOCS / "objectives.md").read_text()
     assert f"an iteration takes {sums[2]:.0f} s, and one of `nft` {sums[1]:.0f} s" in " ".join(
         costs.split()
@@ -455,13 +460,13 @@ def test_the_plan_of_a_clip_on_eight_devices():
     plan = record("plan-wan-sequence")
     phases = plan["phases"]
     text = " ".join((DOCS / "guide.md").read_text().split())
-    said = re.search(
+    match = re.search(
         r"needs at most ([\d.]+) of (\d+) GB .* at least (\d+) s: exploration (\d+), .* "
         r"regeneration (\d+), scores (\d+) and the update (\d+), of which attention is (\d+) % "
         r"and collectives that nothing hides (\d+) %",
         text,
     )
-    assert said is not None
+    assert match is not None
     update = phases["update"]
     values = [
         max(phase["peak_gb"] for phase in phases.values()),
@@ -471,7 +476,7 @@ def test_the_plan_of_a_clip_on_eight_devices():
         100 * update["attention_share"],
         100 * update["links_share"],
     ]
-    check(said.groups(), values, "guide.md")
+    check(match.groups(), values, "guide.md")
 
 
 def test_what_other_pages_say_of_the_plans():
@@ -484,36 +489,36 @@ def test_what_other_pages_say_of_the_plans():
     def prose(page):
         return " ".join(page.read_text().replace("\n>", " ").split())
 
-    said = re.search(
+    match = re.search(
         r"on a B200 these take at least (\d+), (\d+) and (\d+) s",
         choose := prose(DOCS / "choose.md"),
     )
-    assert said is not None
-    assert [*said.groups()] == [flux[1], flux[2], flux[4]]
+    assert match is not None
+    assert [*match.groups()] == [flux[1], flux[2], flux[4]]
     for name, model in (
         ("SANA", "SANA 1.6B"),
         ("FLUX.1", "FLUX.1-dev"),
         ("SD3.5 Large", "SD3.5 Large"),
     ):
-        said = re.search(rf"(\d+)(?: to (\d+))? GB for {re.escape(name)}", choose)
-        assert said is not None
-        assert [*filter(None, said.groups())] == sorted(
+        match = re.search(rf"(\d+)(?: to (\d+))? GB for {re.escape(name)}", choose)
+        assert match is not None
+        assert [*filter(None, match.groups())] == sorted(
             {compiled[f"{model}, {device}"][7] for device in ("B200", "H200")}
         ), name
 
 
 def test_what_objectives_learn_and_how_an_sde_is_explored():
-    found = record("objectives-tiny")
+    results = record("objectives-tiny")
     page = DOCS / "objectives.md"
     paired = {first.strip("`"): cells for first, *cells in rows(page, "objective")}
     for name in ("awm", "mix_grpo", "dance_grpo", "flow_grpo", "dpo"):
-        run = found["paired"][name]
+        run = results["paired"][name]
         after, gain, errors, interval = paired[name]
         check(numbers(after), [run["mean"]], name)
         check(numbers(gain), [run["gain"], run["paired_standard_error_of_pictures"]], name)
         check(numbers(errors), [run["gain"] / run["paired_standard_error_of_pictures"]], name)
         check(numbers(interval), [run["half_interval_95"]], name)
-    explored = found["exploring_an_sde"]["flow_grpo"]
+    explored = results["exploring_an_sde"]["flow_grpo"]
     table = {first: cells for first, *cells in rows(page, "explored with")}
     for first, name in (
         ("NVFP4, 6 steps, the ODE", "nvfp4 6 steps, ODE"),
@@ -531,24 +536,24 @@ def test_what_objectives_learn_and_how_an_sde_is_explored():
 
 
 def test_the_strength_of_dpo():
-    found = record("study-dpo-beta")
+    study = record("study-dpo-beta")
     table = rows(DOCS / "objectives.md", "`beta` | held-out")
-    pairs = {pair["against"]: pair["final"] for pair in found["compared"]}
-    assert len(table) == len(found["arms"]) == 4
+    pairs = {pair["against"]: pair["final"] for pair in study["compared"]}
+    assert len(table) == len(study["arms"]) == 4
     for beta, after, gain, below, loss in table:
         name = f"beta-{beta}"
-        check(numbers(after), found["arms"][name]["scores"]["reward"], name)
-        check(numbers(gain), found["arms"][name]["gain"], name)
+        check(numbers(after), study["arms"][name]["scores"]["reward"], name)
+        check(numbers(gain), study["arms"][name]["gain"], name)
         check(numbers(below), pairs.get(name, []), name)
-        losses = [values[1:] for run, values in found["policy_loss"].items() if run[:-2] == name]
+        losses = [values[1:] for run, values in study["policy_loss"].items() if run[:-2] == name]
         check(numbers(loss), [sum(map(sum, losses)) / sum(map(len, losses))], name)
 
 
 def test_the_papers_comparisons():
-    found = record("study-paper")
+    study = record("study-paper")
     page = DOCS / "study.md"
     for name, iterations, *cells in rows(page, "arm | iterations"):
-        arm = found["arms"][name.strip("`")]
+        arm = study["arms"][name.strip("`")]
         assert len(arm["seeds"]) == 4
         scores = [
             arm["scores"]["reward"],
@@ -559,7 +564,7 @@ def test_the_papers_comparisons():
             check(numbers(cell), estimate, name)
         check([iterations, cells[2]], [arm["iterations"], arm["cost"]], name)
         assert cells[3] == f"{arm['network_evaluations']:,}"
-    pairs = {(pair["arm"], pair["against"]): pair for pair in found["compared"]}
+    pairs = {(pair["arm"], pair["against"]): pair for pair in study["compared"]}
     for names, share, cost, equal, *speed in rows(page, "arm, against"):
         pair = pairs[tuple(re.findall("`(.*?)`", names))]
         assert agrees(cost, pair["cost_share"])
@@ -574,13 +579,13 @@ def test_a_pool_under_each_objective():
         ("objective, four seeds", "study-objectives", 4),
         ("objective | explored", "study-objectives-quick", 6),
     ):
-        found = record(name)
+        study = record(name)
         table = {first.strip("`"): cells for first, *cells in rows(DOCS / "study.md", heading)}
-        pairs = {pair["arm"]: pair for pair in found["compared"]}
+        pairs = {pair["arm"]: pair for pair in study["compared"]}
         assert len(table) == count
         assert table.keys() == pairs.keys() | {"nft"}
         for arm, pair in pairs.items():
-            rewards = [found["arms"][of]["scores"]["reward"] for of in (arm, f"{arm}-plain")]
+            rewards = [study["arms"][of]["scores"]["reward"] for of in (arm, f"{arm}-plain")]
             estimates = [
                 *rewards,
                 pair["final"],
@@ -609,12 +614,12 @@ def test_a_pool_under_each_objective():
 
 
 def test_a_larger_pool():
-    found = record("study-pool")
+    study = record("study-pool")
     page = DOCS / "study.md"
     table = list(rows(page, "candidates | held-out"))
     assert [row[0] for row in table] == ["24", "48", "96"]
     for count, *cells in table:
-        arm = found["arms"][f"n{count}"]
+        arm = study["arms"][f"n{count}"]
         assert len(arm["seeds"]) == 4
         fidelity = [[arm["fidelity"]["spearman"][part][0]] for part in ("first", "last")]
         scores = [
@@ -625,7 +630,7 @@ def test_a_larger_pool():
         ]
         for cell, estimate in zip(cells, scores + fidelity, strict=True):
             check(numbers(cell), estimate, count)
-    pairs = {f"{pair['arm'][1:]} over {pair['against'][1:]}": pair for pair in found["compared"]}
+    pairs = {f"{pair['arm'][1:]} over {pair['against'][1:]}": pair for pair in study["compared"]}
     for first, *cells in rows(page, "pools"):
         pair = pairs[first]
         estimates = [
@@ -639,10 +644,10 @@ def test_a_larger_pool():
 
 def arms_of(name: str) -> dict[str, list]:
     """The runs of a study that holds the arm `nft`, by arm, one per seed."""
-    found = record(name)
-    seeds = found["plan"]["seeds"]
+    study = record(name)
+    seeds = study["plan"]["seeds"]
     return {
-        arm: [found["runs"][f"{arm}-{seed}"] for seed in seeds] for arm in found["plan"]["arms"]
+        arm: [study["runs"][f"{arm}-{seed}"] for seed in seeds] for arm in study["plan"]["arms"]
     }
 
 
@@ -685,17 +690,17 @@ def test_the_tables_of_the_gradient_of_the_reward(name, courses, gains):
     for (first, *cells), (arm, equal) in zip(rows(page, gains), expected, strict=True):
         cost = arms[arm][0]["cost"][-1]
         share = cost / arms["nft"][0]["cost"][-1]
-        said = (
+        phrase = (
             f"equal cost, {cost:.0f} s" if equal else f"20 iterations, at {share:.3f} of the cost"
         )
         assert first.startswith(f"`{arm}`"), first
-        assert said in first, first
+        assert phrase in first, first
         for cell, key in zip(cells, ("reward", "shapes"), strict=True):
             check(signed(cell), gain_over_nft(arms, arm, key, equal), (first, key))
 
 
 def test_the_gradient_of_the_reward():
-    found = record("study-learning")
+    study = record("study-learning")
     arms = arms_of("study-learning")
     nft = arms["nft"]
     page = DOCS / "study.md"
@@ -704,18 +709,18 @@ def test_the_gradient_of_the_reward():
     each = {name: runs_of[0]["cost"][-1] / iterations for name, runs_of in arms.items()}
     share = each["opsd"] / each["nft"]
     reward, shapes = (gain_over_nft(arms, "awm", key, False) for key in ("reward", "shapes"))
-    for said in (
+    for phrase in (
         f"of `opsd` counts {each['opsd']:.1f} s, {share:.2f} of the {each['nft']:.1f} s of `nft`",
         f"learns the trained reward at {share:.3f} of the cost",
-        "rises to {:.3f} ± {:.3f}".format(*found["arms"]["nft"]["scores"]["shapes"]),
+        "rises to {:.3f} ± {:.3f}".format(*study["arms"]["nft"]["scores"]["shapes"]),
         "{:+.3f} ± {:.3f} on the reward, {:+.3f} ± {:.3f} on `shapes`".format(*reward, *shapes),
     ):
-        assert said in text, said
+        assert phrase in text, phrase
 
 
 def test_the_reward_followed_through_several_steps():
-    found = record("draft-steps")
-    one, three = (found["runs"][f"K={k} seed 0"] for k in (1, 3))
+    results = record("draft-steps")
+    one, three = (results["runs"][f"K={k} seed 0"] for k in (1, 3))
     page = DOCS / "objectives.md"
     table = rows(page, "after iteration | K = 1")
     assert [int(iteration) for iteration, *_ in table] == three["iterations"]
@@ -724,7 +729,7 @@ def test_the_reward_followed_through_several_steps():
         check(cells, values, iteration)
     change = np.subtract(three["training reward"], one["training reward"])[1:]
     error = np.std(change, ddof=1) / math.sqrt(len(change))
-    seconds = found["seconds of an iteration"].values()
+    seconds = results["seconds of an iteration"].values()
     shares = [price["K=3"] / price["K=1"] for price in seconds]
     half = three["iterations"].index(10)
     equal = {
@@ -732,14 +737,14 @@ def test_the_reward_followed_through_several_steps():
         for key in ("reward", "shapes")
     }
     text = " ".join(page.read_text().split())
-    for said in (
+    for phrase in (
         f"differs by {change.mean():+.4f} ± {error:.4f}",
         f"counts {shares[0]:.2f} times the price",
         f"and {shares[1]:.2f} times with two-stage exploration",
         "{:.3f} against {:.3f} for the reward".format(*equal["reward"]),
         "{:.3f} against {:.3f} for `shapes`".format(*equal["shapes"]),
     ):
-        assert said in text, said
+        assert phrase in text, phrase
 
 
 def test_the_gradient_of_the_reward_on_another_model():
@@ -752,29 +757,29 @@ def test_the_gradient_of_the_reward_on_another_model():
     largest = max(abs(value) for name in ("opsd", "draft") for value in risen[name])
     gained = np.mean([run["reward"][-1] - run["reward"][0] for run in arms["nft"]])
     sana = arms_of("study-learning")["nft"]
-    there = np.mean([run["reward"][-1] - run["reward"][0] for run in sana])
+    sana_gain = np.mean([run["reward"][-1] - run["reward"][0] for run in sana])
     reward, shapes = (gain_over_nft(arms, "awm", key, False) for key in ("reward", "shapes"))
-    for said in (
+    for phrase in (
         f"stays within {largest:.3f} of the base, and in those of `nft` it rises by "
         f"{np.mean(risen['nft']):.3f}",
         "{:+.3f} ± {:.3f} on the reward, {:+.3f} ± {:.3f} on `shapes`".format(*reward, *shapes),
         f"`nft` gains {gained:.3f} of the trained reward in 20 iterations, where `tiny-sana` gains "
-        f"{there:.3f}",
+        f"{sana_gain:.3f}",
     ):
-        assert said in text, said
+        assert phrase in text, phrase
 
 
 def test_which_changes_pay_at_equal_cost():
-    found = record("study-frontier")
+    study = record("study-frontier")
     page = DOCS / "study.md"
     pairs = {
-        prices: {(pair["arm"], pair["against"]): pair for pair in found[key]}
+        prices: {(pair["arm"], pair["against"]): pair for pair in study[key]}
         for prices, key in (("flux1", "compared"), ("sana", "compared at sana-b200"))
     }
     table = rows(page, "arm | setting | iterations")
-    assert {name.strip("`") for name, *_ in table} == found["arms"].keys()
+    assert {name.strip("`") for name, *_ in table} == study["arms"].keys()
     for name, _, *cells in table:
-        arm = found["arms"][name.strip("`")]
+        arm = study["arms"][name.strip("`")]
         scores = [number for key in ("reward", "shapes/strict") for number in arm["scores"][key]]
         gains = [
             number
@@ -790,39 +795,39 @@ def test_which_changes_pay_at_equal_cost():
         gains = pair["final"] if key == "final" else pair["at_equal_cost"]["reward"]
         return "{:+.3f} ± {:.3f}".format(*gains)
 
-    runs = found["runs"]
+    runs = study["runs"]
     gains = np.array(
         [
             runs[f"combined-{seed}"]["reward"][-1] - runs[f"kept8-{seed}"]["reward"][-1]
-            for seed in found["plan"]["seeds"]
+            for seed in study["plan"]["seeds"]
         ]
     )
     error = np.std(gains, ddof=1) / math.sqrt(len(gains))
     text = " ".join(page.read_text().split())
-    for said in (
+    for phrase in (
         f"equally many iterations differs by {against_sol_rl('kl', 'final')}",
         f"({against_sol_rl('clip2', 'equal')} against `sol_rl`)",
         f"exploring steps ({against_sol_rl('steps4', 'equal')} at equal cost)",
         f"rewards differ by {against_sol_rl('best', 'equal')} at equal cost",
         f"ends {gains.mean():+.3f} ± {error:.3f} above `kept8`",
     ):
-        assert said in text, said
+        assert phrase in text, phrase
 
 
 def test_a_proxy_reward():
-    found = record("study-proxy")
+    study = record("study-proxy")
     page = DOCS / "judges.md"
     names = ("trained_reward", "proxy_reward", "unexplored")
     table = rows(page, "candidates ranked by | images")
     for name, (first, _, *cells) in zip(names, table, strict=True):
-        scores = found["arms"][name]["scores"]
+        scores = study["arms"][name]["scores"]
         for cell, score in zip(cells, ("reward", "shapes/strict"), strict=True):
             check(numbers(cell), scores[score], first)
-    differences = [pair["final"] for pair in found["compared"]]
+    differences = [pair["final"] for pair in study["compared"]]
     text = page.read_text()
     for mean, error in differences:
         assert f"{mean:+.3f} ± {error:.3f}" in text
-    settings = found["ranks"]["settings"]
+    settings = study["ranks"]["settings"]
     *ranked, perfect = rows(page, "candidates ranked by | explored in")
     for setting, (first, form, *cells) in zip(settings, ranked, strict=True):
         assert first.startswith(f"`{setting['ranked_by']}`")
@@ -831,7 +836,7 @@ def test_a_proxy_reward():
         check(cells, [setting[key] for key in keys], first)
     assert perfect[3:] == [str(settings[0][f"perfect_rank_{end}"]) for end in ("best", "worst")]
     for name in names[:2]:
-        for mean, _ in found["arms"][name]["fidelity"]["spearman"].values():
+        for mean, _ in study["arms"][name]["fidelity"]["spearman"].values():
             assert f"{mean:.3f}" in text
 
 
@@ -839,41 +844,41 @@ def test_more_devices():
     def place(row):
         return (row["device"], row["devices"], *sorted(row["mesh"].items()))
 
-    found = {place(row): row for row in record("scaling")["rows"]}
+    records = {place(row): row for row in record("scaling")["rows"]}
     for first, mesh, *cells in rows(DOCS / "compiled.md", "devices"):
         *count, device = first.replace("TPU v", "tpu-v").split()
         total = math.prod(int(part) for part in count if part != "x")
         axes = sorted((part.split()[0], int(part.split()[1])) for part in mesh.split(", ") if part)
-        row = found[(device.lower(), total, *axes)]
+        row = records[(device.lower(), total, *axes)]
         for cell, phase in zip(cells[:3], ("explore", "regenerate", "update"), strict=True):
-            told = row["phases"][phase]
-            busy = 100 * told["messages"]["seconds"] / told["seconds"]
+            costs = row["phases"][phase]
+            busy = 100 * costs["messages"]["seconds"] / costs["seconds"]
             printed = numbers(cell)
-            check(printed, [told["seconds"], busy][: len(printed)], (first, phase))
+            check(printed, [costs["seconds"], busy][: len(printed)], (first, phase))
 
 
 def test_pool_sizes_by_prompt():
-    found = record("exploration-tried")["pools"]
-    equal = found["equal"]["spread"]
+    pools = record("exploration-tried")["pools"]
+    equal = pools["equal"]["spread"]
     first, *others = rows(DOCS / "exploration.md", "pool sizes")
-    check(numbers(first[1]), found["equal"].values(), "equal pools")
+    check(numbers(first[1]), pools["equal"].values(), "equal pools")
     names = ("proportional", "inverse", "random")
     for (name, spread, against), key in zip(others, names, strict=True):
-        values = found["differences"][key]
+        values = pools["differences"][key]
         check(numbers(spread), [equal + values["difference"]], name)
         check(signed(against), values.values(), name)
     text = " ".join((DOCS / "exploration.md").read_text().split())
-    said = re.search(r"the best 6 of 48 have (\S+) on average and the worst (\S+)\. ", text)
-    assert said is not None
-    check(said.groups(), [found["widest third"][end] for end in ("best", "worst")], "widest")
+    match = re.search(r"the best 6 of 48 have (\S+) on average and the worst (\S+)\. ", text)
+    assert match is not None
+    check(match.groups(), [pools["widest third"][end] for end in ("best", "worst")], "widest")
 
 
 def test_rungs_of_exploration():
-    found = record("exploration-tried")["rungs"]
+    rungs = record("exploration-tried")["rungs"]
     page = DOCS / "exploration.md"
     prices = ("flux1-b200", "sana-b200")
     for (name, spread, *against), row in zip(
-        rows(page, "candidates and steps"), found["rows"], strict=True
+        rows(page, "candidates and steps"), rungs["rows"], strict=True
     ):
         assert numbers(name) == [str(number) for rung in row["rungs"] for number in rung]
         first = row["flux1-b200"]
@@ -884,43 +889,43 @@ def test_rungs_of_exploration():
             check(signed(cell), [pool, values["difference"], values["standard_error"]], name)
             assert ("*" in cell) == (values["pool"] > 96)
     text = " ".join(page.read_text().split())
-    said = re.search(r"rounds of 96 and 36 add (\S+) ± (\S+) to it", text)
-    assert said is not None
-    check(said.groups(), found["[[96, 3], [36, 3]] minus [[96, 4]]"].values(), "rungs")
-    said = re.search(r"ranks at (\S+), (\S+) and (\S+), and after all six at (\S+) \(S", text)
-    assert said is not None
-    correlations = [row["spearman"] for row in found["spearman after steps"].values()]
-    check(said.groups(), correlations, "Spearman")
+    match = re.search(r"rounds of 96 and 36 add (\S+) ± (\S+) to it", text)
+    assert match is not None
+    check(match.groups(), rungs["[[96, 3], [36, 3]] minus [[96, 4]]"].values(), "rungs")
+    match = re.search(r"ranks at (\S+), (\S+) and (\S+), and after all six at (\S+) \(S", text)
+    assert match is not None
+    correlations = [row["spearman"] for row in rungs["spearman after steps"].values()]
+    check(match.groups(), correlations, "Spearman")
 
 
 def test_sizes_of_exploration():
-    found = record("exploration-tried")["sizes"]
+    sizes = record("exploration-tried")["sizes"]
     page = DOCS / "exploration.md"
-    pipelines = [found["pipelines"][name] for name in ("tiny-sana", "tiny-flux", "tiny-sd3")]
-    shown = 0
+    pipelines = [sizes["pipelines"][name] for name in ("tiny-sana", "tiny-flux", "tiny-sd3")]
+    count = 0
     for name, cost, *cells in rows(page, "exploration in BF16"):
         steps, side, _ = map(int, numbers(name))
         check([cost], [steps / 10 * (side / 32) ** 2], name)
         for cell, pipeline in zip(cells, pipelines, strict=True):
             values = pipeline[name]
             check(signed(cell), [values["spearman"], values["standard_error"]], name)
-        shown += 1
-    assert shown == 6
+        count += 1
+    assert count == 6
     text = " ".join(page.read_text().split())
-    said = re.search(r"averaged down to 16 x 16, rank at (\d\.\d+)\. ", text)
-    assert said is not None
-    check(said.groups(), [found["averaged down"]["16 x 16"]["spearman"]], "averaged down")
+    match = re.search(r"averaged down to 16 x 16, rank at (\d\.\d+)\. ", text)
+    assert match is not None
+    check(match.groups(), [sizes["averaged down"]["16 x 16"]["spearman"]], "averaged down")
 
 
 def test_frames_of_exploration():
-    found = record("exploration-tried")["frames"]["explored"]
+    explorations = record("exploration-tried")["frames"]["explored"]
     table = rows(DOCS / "exploration.md", "exploration | latent frames times steps")
-    assert [name for name, *_ in table] == list(found)
+    assert [name for name, *_ in table] == list(explorations)
     for name, work, cell in table:
         frames, steps = (int(number) for number in re.findall(r"\d+", name)[:2])
         latent_frames = (frames + 1) // 2
         assert int(work) == latent_frames * steps, name
-        check(signed(cell), found[name].values(), name)
+        check(signed(cell), explorations[name].values(), name)
 
 
 def test_the_monitor():
@@ -930,9 +935,10 @@ def test_the_monitor():
     means, least = (
         [f(late[name]) for name in ("with", "without")] for f in (lambda x: sum(x) / len(x), min)
     )
-    said = re.search(
-        r"mean correlation is (\S+) with the floor and (\S+) without; the smallest is (\S+) and (\S+)\.",
+    match = re.search(
+        r"mean correlation is (\S+) with the floor and (\S+) without; "
+        r"the smallest is (\S+) and (\S+)\.",
         text,
     )
-    assert said is not None
-    check(said.groups(), [*means, *least], "monitor")
+    assert match is not None
+    check(match.groups(), [*means, *least], "monitor")

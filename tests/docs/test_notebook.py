@@ -52,7 +52,7 @@ def test_it_runs_and_says_the_same(notebook, monkeypatch):
     again = make_notebook.unrun(make_notebook.SOURCE.read_text())
     make_notebook.run(again)
 
-    def said(cells):
+    def texts(cells):
         return [
             out.text
             for cell in cells
@@ -61,5 +61,5 @@ def test_it_runs_and_says_the_same(notebook, monkeypatch):
             if out.get("text")
         ]
 
-    assert len(said(again.cells)) == len(said(notebook.cells))
-    assert said(again.cells)[:2] == said(notebook.cells)[:2]  # settings, prompts and seeds
+    assert len(texts(again.cells)) == len(texts(notebook.cells))
+    assert texts(again.cells)[:2] == texts(notebook.cells)[:2]  # settings, prompts and seeds

@@ -55,14 +55,14 @@ class Page(html.parser.HTMLParser):
         self.feed(path.read_text())
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        given = dict(attrs)
-        self.tags[tag].append(given)
-        self.anchors |= {value for name in ("id", "name") if (value := given.get(name))}
+        attributes = dict(attrs)
+        self.tags[tag].append(attributes)
+        self.anchors |= {value for name in ("id", "name") if (value := attributes.get(name))}
         for name, value in attrs:
             if (
                 value
                 and (tag, name) in LOADED
-                and given.get("rel") not in ("canonical", "prev", "next")
+                and attributes.get("rel") not in ("canonical", "prev", "next")
             ):
                 self.loaded.append(value)
             if value and (tag, name) == ("a", "href"):
@@ -73,12 +73,12 @@ class Page(html.parser.HTMLParser):
 def site(tmp_path_factory):
     """The built pages by path, and what the generator said."""
     folder = copied(tmp_path_factory.mktemp("site"))
-    done = build(folder)
-    assert done.returncode == 0, done.stdout + done.stderr
+    process = build(folder)
+    assert process.returncode == 0, process.stdout + process.stderr
     return (
         folder / "site",
         {path: Page(path) for path in (folder / "site").glob("*.html")},
-        done.stdout + done.stderr,
+        process.stdout + process.stderr,
     )
 
 
@@ -112,10 +112,10 @@ def test_links_inside_lead_to_pages_and_anchors(site):
             target, anchor = urldefrag(link)
             if re.match(r"[a-z]+:", link):
                 continue
-            there = path if not target else (path.parent / unquote(target)).resolve()
-            there = there / "index.html" if there.is_dir() else there
-            if not there.is_file() or (
-                anchor and there in pages and anchor not in pages[there].anchors
+            destination = path if not target else (path.parent / unquote(target)).resolve()
+            destination = destination / "index.html" if destination.is_dir() else destination
+            if not destination.is_file() or (
+                anchor and destination in pages and anchor not in pages[destination].anchors
             ):
                 wrong.append((path.name, link))
     assert not wrong

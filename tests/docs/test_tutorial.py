@@ -40,19 +40,19 @@ def folder(tmp_path_factory):
     """A folder with the files that the page tells the reader to write. It is where the commands
     run.
     """
-    there = tmp_path_factory.mktemp("tutorial")
+    path = tmp_path_factory.mktemp("tutorial")
     before = os.getcwd()
     for block in blocks(TUTORIAL):
         if block.title:
-            (there / block.title).write_text(block.body)
-    os.chdir(there)
-    yield there
+            (path / block.title).write_text(block.body)
+    os.chdir(path)
+    yield path
     os.chdir(before)
 
 
 def follow(part: str, monkeypatch) -> list[list[str]]:
     """Runs the commands of a part of the page, in order. Returns those that were run."""
-    done = []
+    steps = []
     for words in commands(TUTORIAL):
         if ("flux" in " ".join(words)) != (part == "flux") or words[0] in OUTSIDE:
             continue
@@ -71,38 +71,38 @@ def follow(part: str, monkeypatch) -> list[list[str]]:
             except SystemExit as stop:
                 code = int(stop.code or 0)
             assert code == 0 or (words[1] == "doctor" and part == "flux"), smaller_argv
-        done.append(words)
-    return done
+        steps.append(words)
+    return steps
 
 
 @pytest.mark.exhaustive
 def test_the_first_part_goes_from_nothing_to_a_lora_in_diffusers(folder, monkeypatch, capfd):
-    done = follow("tiny", monkeypatch)
-    assert [words[1] for words in done if words[0] == "solrl"] == [
+    steps = follow("tiny", monkeypatch)
+    assert [words[1] for words in steps if words[0] == "solrl"] == [
         "doctor", "train", "presets", "train", "train", "eval", "generate", "export",
     ]  # fmt: skip
-    said = capfd.readouterr().out
-    assert "missing    nothing" in said
-    assert said.count("gained: held-out reward") == 3
+    output = capfd.readouterr().out
+    assert "missing    nothing" in output
+    assert output.count("gained: held-out reward") == 3
     assert (folder / "runs" / "first" / "report.html").is_file()
     assert (folder / "my-lora.safetensors").stat().st_size > 1000
     assert len(list((folder / "images").glob("0*.png"))) == 4
-    change = re.search(r"mean change of a pixel: ([\d.]+)", said)
+    change = re.search(r"mean change of a pixel: ([\d.]+)", output)
     assert change is not None
     assert 0 < float(change[1]) < 0.5
 
 
 @pytest.mark.exhaustive
 def test_the_second_part_does_the_same_with_flux(folder, monkeypatch, capfd):
-    done = follow("flux", monkeypatch)
-    assert [words[1] for words in done] == ["doctor", "encode", "train", "export"]
+    steps = follow("flux", monkeypatch)
+    assert [words[1] for words in steps] == ["doctor", "encode", "train", "export"]
     code = (folder / "use_flux_lora.py").read_text()
-    for there, here in (
+    for original, replacement in (
         ("black-forest-labs/FLUX.1-dev", str(EMBEDDED_FOLDER / "tiny-flux")),
         ('"cuda"', '"cpu"'), ("torch.bfloat16", "torch.float32"), ("512", "32"), ("=28", "=2"),
     ):  # fmt: skip
-        assert there in code
-        code = code.replace(there, here)
+        assert original in code
+        code = code.replace(original, replacement)
     subprocess.run(
         [sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )
@@ -122,7 +122,7 @@ def test_what_is_installed_is_this_version_and_has_the_extras():
         if "solrl" in word
     ]
     assert len(ours) == 2
-    for found in ours:
-        assert found is not None
-        assert found[1] == PROJECT["version"]
-        assert found[2] is None or found[2] in PROJECT["optional-dependencies"]
+    for match in ours:
+        assert match is not None
+        assert match[1] == PROJECT["version"]
+        assert match[2] is None or match[2] in PROJECT["optional-dependencies"]

@@ -693,7 +693,8 @@ CASES = [
         "not a readable .npy",
         files=P
         | {
-            "{dir}/x": b"\x93NUMPY\1\0v\0{'descr': '|O', 'fortran_order': False, 'shape': (1, 4, 4, 4), }"
+            "{dir}/x": b"\x93NUMPY\1\0v\0"
+            + b"{'descr': '|O', 'fortran_order': False, 'shape': (1, 4, 4, 4), }"
             + 41 * b" "
             + b"\n"
         },

@@ -62,7 +62,8 @@ OWN = "tests.hostile.inside"
 CASES = [
     Case(
         f"a reward that {name}",
-        f"eval embedded:tiny-sana 'reward={OWN}:{function}' 'reward.options.{OWN}:{function}={options}'",
+        f"eval embedded:tiny-sana 'reward={OWN}:{function}'"
+        f" 'reward.options.{OWN}:{function}={options}'",
         message,
     )
     for name, (function, options, message) in WRONG.items()

@@ -40,7 +40,10 @@ BAD = {
     "UTF-16": "{}".encode("utf-16"),
     "/dev/zero": link("/dev/zero"),
 }
-EVIL = "open('touched', 'w')\n\n\ndef score(images, prompts, metadata):\n    return [0.0] * len(images)\n"
+EVIL = (
+    "open('touched', 'w')\n\n\n"
+    "def score(images, prompts, metadata):\n    return [0.0] * len(images)\n"
+)
 REWARDS = {
     "a function": "os:system",
     "a program": "subprocess:run",
@@ -204,7 +207,8 @@ CASES = [
         "gained: ",
         0,
         files={
-            "{run}/metrics.jsonl": '{"iteration": {"a": [1]}}\n{"iteration": 1, "eval/reward": [3]}\n'
+            "{run}/metrics.jsonl": '{"iteration": {"a": [1]}}\n'
+            '{"iteration": 1, "eval/reward": [3]}\n'
         },
         seconds=60,
     ),

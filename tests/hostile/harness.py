@@ -28,8 +28,8 @@ Maker = Callable[[Path], object]  # puts something at a path
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of `solrl`. In `arguments`, `files` and `message`, {dir} is an empty directory, {run} a
-    copy of a small run's directory, {model} a copy of the directory of tiny-sana.
+    """One call of `solrl`. In `arguments`, `files` and `message`, {dir} is an empty directory,
+    {run} a copy of a small run's directory, {model} a copy of the directory of tiny-sana.
 
     files: by path, its content: text, bytes, or a function that makes it. JSON files of a run or a
     model are changed by a mapping: the fields that it names, None taking a field away.
@@ -90,8 +90,8 @@ def refusal(error: str) -> list[str]:
 
 # what a run says while it goes on
 _PROGRESS = re.compile(
-    r"tiny: |devices: |batch: |iteration \d|evaluation after|resuming after|skipped |exploring in|failed|interrupted"
-    r"|reward hacking|metrics\.jsonl|stopping after"
+    r"tiny: |devices: |batch: |iteration \d|evaluation after|resuming after|skipped |exploring in"
+    r"|failed|interrupted|reward hacking|metrics\.jsonl|stopping after"
 )
 
 

@@ -44,7 +44,7 @@ class Mute(Exception):
         raise ValueError
 
 
-def told(images, prompts, metadata):
+def scores_by_prompt(images, prompts, metadata):
     """Does what the first prompt says; without orders, the mean."""
     match prompts[0]:
         case "exit":

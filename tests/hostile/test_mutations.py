@@ -219,7 +219,10 @@ def test_what_a_run_recorded(file, count, run):
 
 @BOTH
 def test_lines_of_prompts(count):
-    line = b'{"prompt": "a red circle", "include": [{"class": "circle", "count": 1, "color": "red"}], "tag": "one"}\n'
+    line = (
+        b'{"prompt": "a red circle",'
+        b' "include": [{"class": "circle", "count": 1, "color": "red"}], "tag": "one"}\n'
+    )
 
     @examples(4 * count)
     @given(

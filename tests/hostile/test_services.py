@@ -125,7 +125,7 @@ def server():
     command = [
         sys.executable,
         ROOT / "scripts" / "reward_server.py",
-        "tests.hostile.outside:told",
+        "tests.hostile.outside:scores_by_prompt",
         "--port",
         "0",
     ]

@@ -55,21 +55,21 @@ def test_streams_that_are_closed_are_no_failure(monkeypatch):
 
 def test_an_encoding_that_lacks_a_character_is_no_failure(monkeypatch, tmp_path):
     (tmp_path / "p.txt").write_text("a café\n")
-    written = io.BytesIO()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="cp437"))
+    buffer = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(buffer, encoding="cp437"))
     monkeypatch.setattr(
         sys,
         "argv",
         ["solrl", "presets", "--show", "tiny", f"prompts.train={tmp_path}/p.txt", "--json"],
     )
     main.main()
-    assert json.loads(written.getvalue())["first"][0]["prompt"] == "a café"
+    assert json.loads(buffer.getvalue())["first"][0]["prompt"] == "a café"
 
 
 def test_libraries_that_find_too_little_memory_are_one_line():
-    said = "libjax_common.so: failed to map segment from shared object"
-    message, code = main.describe_failure(ImportError(said))
-    assert (message.partition(";")[0], code) == (f"out of memory: {said}", 1)
+    cause = "libjax_common.so: failed to map segment from shared object"
+    message, code = main.describe_failure(ImportError(cause))
+    assert (message.partition(";")[0], code) == (f"out of memory: {cause}", 1)
     assert main.UNFORESEEN in main.describe_failure(ImportError("no such name"))[0]
 
 
@@ -90,7 +90,8 @@ def test_a_closed_terminal_stops_a_run_and_nohup_does_not(ignored, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["solrl", "presets"])
         main.main()
         with TerminalProgress(bars=False) as report:
-            monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115 - as a terminal that is gone
+            # as a terminal that is gone
+            monkeypatch.setattr(sys, "stderr", open("/dev/full", "w"))  # noqa: SIM115
             os.kill(os.getpid(), signal.SIGHUP)
             with contextlib.nullcontext() if ignored else pytest.raises(KeyboardInterrupt):
                 report.phase("explore", 4, 1)

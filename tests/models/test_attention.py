@@ -159,10 +159,10 @@ def test_flash_attention_is_for_16_bits_on_a_gpu(backend, dtype):
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_the_mesh_says_what_programs_are_traced_for(platform):
     """Under jit and in a mapped function too; without a mesh, JAX's default backend is asked."""
-    seen = []
+    platforms = []
 
     def note(x):
-        seen.append(compile_target.platform())
+        platforms.append(compile_target.platform())
         return x
 
     devices = jax.sharding.AbstractDevice(device_kind="", num_cores=None, platform=platform)
@@ -170,7 +170,7 @@ def test_the_mesh_says_what_programs_are_traced_for(platform):
     with jax.sharding.use_abstract_mesh(mesh):
         jax.make_jaxpr(jax.jit(jax.vmap(note)))(np.zeros(2))
     jax.make_jaxpr(note)(1.0)
-    assert seen == [platform, "cpu"]
+    assert platforms == [platform, "cpu"]
 
 
 @pytest.mark.slow
@@ -188,17 +188,17 @@ def test_lengths_are_made_even_for_flash_attention(monkeypatch, t, s):
         return attention(*qkv)
 
     plain, back = jax.vjp(f, q, k, v)
-    seen = []
+    calls = []
     kernel = jax.nn.dot_product_attention
 
     def instead(q, k, v, bias, mask, *, implementation, **more):
-        seen.append((implementation, q.shape[1], k.shape[1], v.shape[1]))
+        calls.append((implementation, q.shape[1], k.shape[1], v.shape[1]))
         return kernel(q, k, v, bias, mask, implementation="xla", **more)
 
     monkeypatch.setattr(module, "cudnn_fits", lambda q, k, biased: True)
     monkeypatch.setattr(module, "dot_product_attention", instead)
     padded, padded_back = jax.vjp(f, q, k, v)
-    assert seen == [("cudnn", 6, 8, 8)]
+    assert calls == [("cudnn", 6, 8, 8)]
     assert relative(padded, plain) < 1e-6
     cotangent = jnp.asarray(np.random.default_rng(2).standard_normal(plain.shape), jnp.float32)
     for ours, theirs in zip(padded_back(cotangent), back(cotangent), strict=True):
@@ -227,11 +227,11 @@ def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
         np.testing.assert_array_equal(
             run(count, **options)[0], run(jnp.asarray(mask), **options)[0]
         )
-    seen = []
+    calls = []
     kernel = jax.nn.dot_product_attention
 
     def instead(q, k, v, bias, mask, *, implementation, **more):
-        seen.append(
+        calls.append(
             (
                 implementation,
                 bias,
@@ -246,7 +246,7 @@ def test_a_number_of_keys_is_the_mask_of_so_many(monkeypatch, t, s):
     monkeypatch.setattr(module, "dot_product_attention", instead)
     for attend in (attention, lambda *qkv: module.attention_forward(*qkv)):
         got, got_back = jax.vjp(lambda *qkv, f=attend: f(*qkv, count), q, k, v)
-        assert seen.pop() == ("cudnn", None, None, [t, t], [s, 3])
+        assert calls.pop() == ("cudnn", None, None, [t, t], [s, 3])
         assert relative(got, want) < 1e-6
         for ours, theirs in zip(
             got_back(cotangent + 0 * got), back(cotangent + 0 * want), strict=True
@@ -285,11 +285,11 @@ def test_lengths_lie_where_their_rows_do(monkeypatch, tensor):
     ("backend", "implementation"), [("gpu", "cudnn"), ("cpu", "xla"), ("tpu", "xla")]
 )
 def test_the_kernel_gets_what_it_wants(monkeypatch, backend, implementation):
-    asked = {}
+    call = {}
 
     def record(q, k, v, bias, mask, *, scale, implementation, **lengths):
         assert not any(n is not None for n in lengths.values())
-        asked.update(mask=mask.shape, scale=scale, implementation=implementation)
+        call.update(mask=mask.shape, scale=scale, implementation=implementation)
         return q
 
     monkeypatch.setattr(module, "dot_product_attention", record)
@@ -298,7 +298,7 @@ def test_the_kernel_gets_what_it_wants(monkeypatch, backend, implementation):
     with traced_for(backend):
         jax.eval_shape(attention, q, k, k, jnp.ones((B, 1, 1, 10), bool))
     shape = (B, N, 4, 10) if implementation == "cudnn" else (B, 1, 1, 10)
-    assert asked == {"mask": shape, "scale": H**-0.5, "implementation": implementation}
+    assert call == {"mask": shape, "scale": H**-0.5, "implementation": implementation}
 
 
 def test_capped_logits_never_go_to_a_fused_kernel(monkeypatch):
@@ -323,9 +323,9 @@ def test_the_forward_kernel_has_the_gradient_of_the_other(masked):
         jax.jit(jax.grad(partial(total, attend), (0, 1, 2)))(q, k, v)
         for attend in (module.attention_forward, attention)
     ]
-    for got, wanted in zip(*gradients, strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
-        assert np.abs(wanted).max() > 0
+    for got, expected in zip(*gradients, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-7)
+        assert np.abs(expected).max() > 0
 
 
 def test_the_forward_kernel_takes_a_mask_of_each_head(monkeypatch):

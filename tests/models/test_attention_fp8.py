@@ -92,12 +92,12 @@ def test_a_network_takes_it_where_it_is_asked_for(joint):
         outputs = jax.jit(lambda: attend(*streams, fp8_attention=fp8_attention))()
         return jax.tree.leaves(outputs)
 
-    own = run(False)
+    baseline = run(False)
     eight = run(True)
-    for a, b in zip(own, eight, strict=True):
+    for a, b in zip(baseline, eight, strict=True):
         assert a.dtype == b.dtype == jnp.bfloat16
         assert 1e-3 < relative(b.astype(jnp.float32), a.astype(jnp.float32)) < 0.1
-    assert all(np.array_equal(a, b) for a, b in zip(own, run(False), strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(baseline, run(False), strict=True))
 
 
 @pytest.mark.slow

@@ -154,9 +154,9 @@ def test_each_device_has_its_rows_and_heads():
             jnp.float32(1.1), *groups
         )
 
-    wanted = mapped(written_out)
+    expected = mapped(written_out)
     with jax.set_mesh(make_mesh(2, 2, 2)):
-        same(jax.jit(lambda: mapped(flash, AXES[:2]))(), wanted)
+        same(jax.jit(lambda: mapped(flash, AXES[:2]))(), expected)
         same(jax.jit(flash)(*arrays), written_out(*arrays))
 
 

@@ -150,8 +150,8 @@ def test_encode_and_decode_agree_with_diffusers(name):
         images = nhwc(reference._decode(nchw(z)))
     assert error(encoded, latents) < 1e-5
     assert error(decoded, images) < 1e-5
-    for wanted in (latents, images):
-        assert error(wanted[0], wanted[1]) > 0.1, (
+    for expected in (latents, images):
+        assert error(expected[0], expected[1]) > 0.1, (
             "nothing was compared: the output hardly depends on the input"
         )
 
@@ -192,8 +192,8 @@ def test_bfloat16_stays_bfloat16_and_close():
         jax.tree.map(lambda p: jnp.asarray(p, jnp.bfloat16), params), z.astype(jnp.bfloat16)
     )
     assert half.dtype == jnp.bfloat16
-    wanted = decode(params, z)
-    assert np.linalg.norm(half.astype(jnp.float32) - wanted) < 0.03 * np.linalg.norm(wanted)
+    expected = decode(params, z)
+    assert np.linalg.norm(half.astype(jnp.float32) - expected) < 0.03 * np.linalg.norm(expected)
 
 
 @pytest.mark.parametrize(("tokens", "linear"), [(7, False), (8, False), (9, True)])
@@ -203,8 +203,8 @@ def test_attention_is_linear_only_beyond_as_many_tokens_as_features(tokens, line
         "HIGHEST" in str(jax.make_jaxpr(relu_attention)(q, k, v))
     ) == linear  # only the linear way asks for a precision
     scores = np.einsum("bngd,bmgd->bgnm", np.maximum(q, 0), np.maximum(k, 0))
-    wanted = np.einsum("bgnm,bmgd->bngd", scores / (scores.sum(-1, keepdims=True) + 1e-15), v)
-    np.testing.assert_allclose(jax.jit(relu_attention)(q, k, v), wanted, rtol=1e-4, atol=1e-5)
+    expected = np.einsum("bgnm,bmgd->bngd", scores / (scores.sum(-1, keepdims=True) + 1e-15), v)
+    np.testing.assert_allclose(jax.jit(relu_attention)(q, k, v), expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.exhaustive
@@ -238,8 +238,8 @@ def test_released_network_has_the_released_tensors(released):
         reference = TorchAutoencoderDC(
             **{k: v for k, v in RELEASED.items() if not k.startswith("_")}
         )
-    wanted = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
-    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == wanted
+    expected = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == expected
     assert (released.config.spatial_compression, released.config.scaling_factor) == (32, 0.41407)
 
 
@@ -253,10 +253,10 @@ def test_released_network_keeps_shapes_and_dtypes(released):
     def both(p, x, z):
         return (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z))
 
-    for out, wanted in zip(
+    for out, expected in zip(
         jax.eval_shape(both, state, image, latent), (latent, image), strict=True
     ):
-        assert (out.shape, out.dtype) == (wanted.shape, wanted.dtype)
+        assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
 
 
 def test_config_defaults_are_diffusers_and_a_string_stands_for_every_stage():

@@ -263,10 +263,10 @@ def test_released_networks_have_the_released_tensors(fields, count, decoder_coun
     assert parameter_count(nnx.state(model.decoder)) == decoder_count
     with torch.device("meta"):
         reference = TorchAutoencoderKL(**{k: v for k, v in fields.items() if not k.startswith("_")})
-    wanted = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
+    expected = {name: tuple(t.shape) for name, t in reference.state_dict().items()}
     table = [(name, e.torch_shape) for e in parameter_table(state) for name in e.names]
-    assert len(table) == len(wanted)
-    assert dict(table) == wanted
+    assert len(table) == len(expected)
+    assert dict(table) == expected
 
 
 @pytest.mark.slow
@@ -286,8 +286,8 @@ def test_released_network_keeps_shapes_and_dtypes():
         return (nnx.merge(graphdef, p).encode(x), nnx.merge(graphdef, p).decode(z))
 
     posterior, decoded = jax.eval_shape(both, state, image, latent)
-    for out, wanted in ((posterior.mean, latent), (posterior.logvar, latent), (decoded, image)):
-        assert (out.shape, out.dtype) == (wanted.shape, wanted.dtype)
+    for out, expected in ((posterior.mean, latent), (posterior.logvar, latent), (decoded, image)):
+        assert (out.shape, out.dtype) == (expected.shape, expected.dtype)
 
 
 def test_config_fields_and_defaults_are_diffusers():

@@ -146,8 +146,8 @@ def test_the_released_network_has_the_released_tensors_and_keeps_shapes():
     assert parameter_count(state) == 49_620_515
     with torch.device("meta"):
         reference = TorchAutoencoder(**fields_of_theirs(RELEASED))
-    wanted = {name: tuple(t.shape) for name, t in tensors(reference).items()}
-    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == wanted
+    expected = {name: tuple(t.shape) for name, t in tensors(reference).items()}
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == expected
     assert (c.compression, c.channels, c.required_dtype) == (16, 128, jnp.float32)
     latent = jax.ShapeDtypeStruct((2, 64, 48, 128), jnp.bfloat16)
     decoded = jax.eval_shape(lambda p, z: nnx.merge(graphdef, p).decode(z), state, latent)

@@ -172,9 +172,9 @@ def check_decode_and_its_gradient(port, changes, size):
     std, mean = (torch.tensor(getattr(reference.config, f"latents_{x}")) for x in ("std", "mean"))
     decoded = their_decode(port, reference, z * std + mean)
     (decoded * torch.from_numpy(weights)).sum().backward()
-    wanted = (decoded.detach().numpy(), z.grad.numpy())
+    expected = (decoded.detach().numpy(), z.grad.numpy())
     for what, got, want in zip(
-        ("images", "d latent"), everything(params, latent), wanted, strict=True
+        ("images", "d latent"), everything(params, latent), expected, strict=True
     ):
         print(f"{what} {relative(got, want):.1e}")
         assert got.shape == want.shape
@@ -357,8 +357,8 @@ def test_the_released_network_has_the_released_tensors_and_keeps_shapes(
     with torch.device("meta"):
         reference = port.reference.from_config(fields)
     tensors = decoded_tensors(port, reference)
-    wanted = {name: tuple(t.shape) for name, t in tensors.items()}
-    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == wanted
+    expected = {name: tuple(t.shape) for name, t in tensors.items()}
+    assert {name: e.torch_shape for e in parameter_table(state) for name in e.names} == expected
     assert parameter_count(state) == sum(t.numel() for t in tensors.values())
     latent = jax.ShapeDtypeStruct((2, *size, config.z_dim), jnp.bfloat16)
     decoded = jax.eval_shape(lambda p, z: nnx.merge(graphdef, p).decode(z), state, latent)

@@ -74,11 +74,13 @@ def test_an_embedded_pipeline_is_whole_and_has_its_config(index):
     [
         (
             "embedded:huge",
-            "model.path='embedded:huge': no such embedded pipeline; accepted: tiny-flux, tiny-sana, tiny-sd3, tiny-wan",
+            "model.path='embedded:huge': no such embedded pipeline; accepted: tiny-flux, tiny-sana,"
+            " tiny-sd3, tiny-wan",
         ),
         (
             "nowhere",
-            "model.path='nowhere': no such directory, and not the name OWNER/NAME of a Hub repository",
+            "model.path='nowhere': no such directory, and not the name OWNER/NAME of a Hub"
+            " repository",
         ),
         ("./nowhere", "model.path='./nowhere': no such directory"),
         ("/no/where", "model.path='/no/where': no such directory"),
@@ -219,23 +221,23 @@ def repository(folder, tmp_path_factory):
         save_file({n: t for n, t in tensors.items() if place[n] == file}, text / file)
     (text / "model.safetensors").unlink()
     (text / "model.safetensors.index.bf16.json").write_text(json.dumps({"weight_map": place}))
-    wanted = sorted(str(f.relative_to(root)) for f in root.rglob("*") if f.is_file())
+    names = sorted(str(f.relative_to(root)) for f in root.rglob("*") if f.is_file())
     for name in BESIDE:
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text("not of the pipeline")
-    return root, wanted
+    return root, names
 
 
 def test_of_a_repository_only_the_pipeline_is_wanted(repository):
-    root, wanted = repository
+    root, names = repository
     files = [str(f.relative_to(root)) for f in root.rglob("*") if f.is_file()]
-    assert len(files) == len(wanted) + len(BESIDE)
-    assert pipeline_files(files) == wanted
+    assert len(files) == len(names) + len(BESIDE)
+    assert pipeline_files(files) == names
     tokenizer = [
         f"tokenizer_2/{name}"
         for name in ("merges.txt", "spiece.model", "tokenizer_config.json", "vocab.json")
     ]
-    assert pipeline_files([*files, *tokenizer]) == sorted([*wanted, *tokenizer])
+    assert pipeline_files([*files, *tokenizer]) == sorted([*names, *tokenizer])
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -295,7 +297,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(
     repository, backbones, tmp_path, monkeypatch
 ):
-    root, wanted = repository
+    root, names = repository
     server = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), type("OurHub", (Hub,), {"root": root})
     )
@@ -310,18 +312,16 @@ def test_a_name_of_the_hub_is_downloaded_and_afterwards_found_offline(
         environment = (
             os.environ | online | {"HF_HUB_CACHE": str(tmp_path), "HF_HOME": str(tmp_path / "home")}
         )
-        done = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", code], env=environment, capture_output=True, text=True
         )
     finally:
         server.shutdown()
         server.server_close()
-    assert done.returncode == 0, done.stderr
+    assert process.returncode == 0, process.stderr
     snapshot = tmp_path / "models--owner--model" / "snapshots" / COMMIT
-    assert done.stdout.strip() == str(snapshot)
-    assert (
-        sorted(str(f.relative_to(snapshot)) for f in snapshot.rglob("*") if f.is_file()) == wanted
-    )
+    assert process.stdout.strip() == str(snapshot)
+    assert sorted(str(f.relative_to(snapshot)) for f in snapshot.rglob("*") if f.is_file()) == names
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     loaded = load_backbone("owner/model", "fp32", sharding.make_mesh(1, 1))
     assert loaded.pipeline.folder == snapshot
@@ -401,7 +401,8 @@ def test_an_image_decoded_in_tiles_is_much_like_the_whole_and_needs_much_less_me
     difference = np.abs(other - one).mean()
     another = np.abs(one[0] - one[1]).mean()
     print(
-        f"{difference:.3f}, between two images {another:.3f}; {needed / 1e6:.0f} MB, in tiles {needed_tiled / 1e6:.0f} MB"
+        f"{difference:.3f}, between two images {another:.3f};"
+        f" {needed / 1e6:.0f} MB, in tiles {needed_tiled / 1e6:.0f} MB"
     )
     # not equal: the norms and the attention of a tile see the tile alone
     assert 1e-4 < difference < another / 8
@@ -412,7 +413,8 @@ def test_an_image_decoded_in_tiles_is_much_like_the_whole_and_needs_much_less_me
 def test_tiles_are_whole_latents(tile, folder):
     with pytest.raises(
         InputError,
-        match=rf"^model.vae_tile_size={tile}: must be null or a multiple of 4, the pixels per latent pixel$",
+        match=rf"^model.vae_tile_size={tile}: must be null or a multiple of 4,"
+        " the pixels per latent pixel$",
     ):
         load_backbone(str(folder), "fp32", sharding.make_mesh(1, 1), tile=tile)
 

@@ -164,7 +164,8 @@ def test_output_and_input_gradient_equal_diffusers(case):
     want, want_gradient = run_torch(theirs, x, cotangent)
     got, gradient = ours(params, x, cotangent)
     print(
-        f"{case}: output {relative(got, want):.1e}, gradient {relative(gradient, want_gradient):.1e}"
+        f"{case}: output {relative(got, want):.1e},"
+        f" gradient {relative(gradient, want_gradient):.1e}"
     )
     assert relative(got, want) < TOLERANCE
     assert relative(gradient, want_gradient) < TOLERANCE

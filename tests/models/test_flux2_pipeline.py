@@ -174,15 +174,15 @@ def encoders(folders):
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
     pipeline, params, encode = encoders
     reference = folders["distilled"][1]
-    asked = {}
+    inputs = {}
     hook = reference.text_encoder.register_forward_pre_hook(
-        lambda _, args, given: asked.update(given), with_kwargs=True
+        lambda _, args, keywords: inputs.update(keywords), with_kwargs=True
     )
     text, _ = reference.encode_prompt(PROMPTS, device="cpu", max_sequence_length=max_tokens)
     hook.remove()
     tokens = pipeline.tokenize(PROMPTS, max_tokens)
-    np.testing.assert_array_equal(tokens["ids"], asked["input_ids"])
-    np.testing.assert_array_equal(tokens["mask"], asked["attention_mask"])
+    np.testing.assert_array_equal(tokens["ids"], inputs["input_ids"])
+    np.testing.assert_array_equal(tokens["mask"], inputs["attention_mask"])
     assert (tokens["mask"].sum(1) < max_tokens).any()
     assert tokens["mask"][3].all()
 

@@ -28,8 +28,8 @@ from tests.pipelines import (
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
-# An empty prompt, capitals (which T5 tells from small letters and CLIP does not), spaces, more tokens
-# than either encoder reads, and unknown words and signs.
+# An empty prompt, capitals (which T5 tells from small letters and CLIP does not), spaces, more
+# tokens than either encoder reads, and unknown words and signs.
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
 
 
@@ -189,10 +189,10 @@ def encoders(folders):
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, folders):
     pipeline, params, encode = encoders
     reference = folders["dev"][1]
-    asked: dict[str, np.ndarray] = {}
+    inputs: dict[str, np.ndarray] = {}
     hooks = [
         getattr(reference, name).register_forward_pre_hook(
-            lambda _, args, n=name: asked.update({n: args[0].numpy()})
+            lambda _, args, n=name: inputs.update({n: args[0].numpy()})
         )
         for name in ("text_encoder", "text_encoder_2")
     ]
@@ -201,8 +201,8 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders, 
         hook.remove()
     tokens = pipeline.tokenize(PROMPTS, max_tokens)
     assert tokens["clip"].shape == (len(PROMPTS), CLIP_TOKENS)
-    np.testing.assert_array_equal(tokens["clip"], asked["text_encoder"])
-    np.testing.assert_array_equal(tokens["t5"], asked["text_encoder_2"])
+    np.testing.assert_array_equal(tokens["clip"], inputs["text_encoder"])
+    np.testing.assert_array_equal(tokens["t5"], inputs["text_encoder_2"])
 
     got = encode(params, tokens)
     for name, want in (("text", text.numpy()), ("pooled", pooled.numpy())):

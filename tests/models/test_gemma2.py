@@ -220,7 +220,8 @@ def test_unsupported_structure_is_named():
         Gemma2Config.from_dict(SMALL | {"rope_scaling": {"type": "linear", "factor": 2.0}})
     with pytest.raises(
         ValueError,
-        match=r"layer_types=\('full_attention', 'sliding_attention'\); accepted: num_hidden_layers=3 of them",
+        match=r"layer_types=\('full_attention', 'sliding_attention'\); accepted:"
+        " num_hidden_layers=3 of them",
     ):
         Gemma2Config.from_dict(SMALL | {"layer_types": [FULL, SLIDING]})
 

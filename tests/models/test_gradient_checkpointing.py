@@ -149,7 +149,7 @@ def test_a_further_block_keeps_its_input_and_what_is_not_computed_again():
 @pytest.mark.exhaustive
 def test_gradients_are_the_same_and_take_less_memory(name):
     make = NETWORKS[name][0]
-    told = jax.tree.map(jnp.asarray, NETWORKS[name][1])
+    conditions = jax.tree.map(jnp.asarray, NETWORKS[name][1])
     gradients = {}
     memory = {}
     for gradient_checkpointing in CHECKPOINT_POLICIES:
@@ -160,7 +160,7 @@ def test_gradients_are_the_same_and_take_less_memory(name):
         )
 
         def loss(params, x, g=graphdef):
-            return jnp.square(nnx.merge(g, params)(x, *told)).mean()
+            return jnp.square(nnx.merge(g, params)(x, *conditions)).mean()
 
         compiled = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(params, draw(16, 16, 4)).compile()
         memory[gradient_checkpointing] = compiled.memory_analysis().temp_size_in_bytes

@@ -46,16 +46,16 @@ def draw(*shape, seed):
 
 def attention(released, normed, blocks=BLOCKS, kind=BlockMixing):
     """The module with random weights, and these in float64 by name."""
-    own = dict(normed=False, bias=True, rngs=nnx.Rngs(0))
+    options = dict(normed=False, bias=True, rngs=nnx.Rngs(0))
     if kind is LinearAttention:
-        module = kind((WIDTH, WIDTH, WIDTH), HEADS, **own | {"normed": normed})
+        module = kind((WIDTH, WIDTH, WIDTH), HEADS, **options | {"normed": normed})
     else:
         module = kind(
             Mhla(blocks, released, normed),
             tiling(blocks, GRID),
             (WIDTH, WIDTH, WIDTH),
             HEADS,
-            **own,
+            **options,
         )
     numbers = {}
     for i, (path, variable) in enumerate(nnx.to_flat_state(nnx.state(module))):
@@ -110,8 +110,8 @@ def by_hand(w, x, released, normed, blocks=BLOCKS):
         fk = kernel(k)
         of_v = v[:, cut]
         inside = [block == b for b in range(blocks)]
-        s = [sum(np.outer(fk[t], of_v[t]) for t in np.flatnonzero(there)) for there in inside]
-        z = [fk[there].sum(0) for there in inside]
+        s = [sum(np.outer(fk[t], of_v[t]) for t in np.flatnonzero(members)) for members in inside]
+        z = [fk[members].sum(0) for members in inside]
         for t in range(n):
             m = w["mix"][block[t]]
             mixed = sum(m[b] * s[b] for b in range(blocks))
@@ -285,9 +285,9 @@ def test_a_network_of_equal_weights_has_sanas_velocities():
     plain = open_model("embedded:tiny-sana")
     rng = np.random.default_rng(0)
     params = pipeline.transformer.load(jnp.float32)
-    own = plain.transformer.load(jnp.float32)
+    sana_params = plain.transformer.load(jnp.float32)
     latent = jnp.asarray(rng.standard_normal((3, 8, 8, pipeline.channels)), jnp.float32)
-    width = own["caption_projection"]["linear_1"]["kernel"].shape[0]
+    width = sana_params["caption_projection"]["linear_1"]["kernel"].shape[0]
     text = {
         "text": jnp.asarray(rng.standard_normal((3, 5, width)), jnp.float32),
         "mask": jnp.ones((3, 5), bool),
@@ -298,7 +298,7 @@ def test_a_network_of_equal_weights_has_sanas_velocities():
     def velocity(p, params):
         return np.asarray(jax.jit(p.velocity)(params, latent, text, time, one))
 
-    want = velocity(plain, own)
+    want = velocity(plain, sana_params)
 
     def apart(params):
         return np.linalg.norm(velocity(pipeline, params) - want) / np.linalg.norm(want)
@@ -319,13 +319,14 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
     config, _ = configured("rollout.size=[[24,32],[32,32]]")
     with pytest.raises(
         InputError,
-        match=r"^rollout.size: size 24x32: this model supports heights in multiples of 16 pixels and widths in multiples of 16$",
+        match=r"^rollout.size: size 24x32: this model supports heights in multiples of 16 pixels"
+        " and widths in multiples of 16$",
     ):
         check_sizes(config, pipeline)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "error", "said"),
+    ("overrides", "error", "message"),
     [
         (("model.mhla_blocks=0",), ConfigError, "model.mhla_blocks=0: must be at least 1"),
         (
@@ -346,7 +347,7 @@ def test_blocks_lie_as_in_an_image_of_the_models_size_and_others_must_divide():
         ),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line(overrides, error, said):
-    with pytest.raises(error, match=re.escape(said)) as raised:
+def test_what_cannot_be_is_refused_in_one_line(overrides, error, message):
+    with pytest.raises(error, match=re.escape(message)) as raised:
         configured(*overrides)
     assert "\n" not in str(raised.value)

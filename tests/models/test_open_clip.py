@@ -43,7 +43,7 @@ def test_every_tensor_arrives_where_transformers_has_it(tmp_path):
             load_tensors(*locate_open_clip_tensors(tmp_path / "hps.safetensors", state), np.float32)
         ),
     )
-    taken = set()
+    sources = set()
     for name, value in got.items():
         theirs, third = open_clip_name(name)
         whole = tensors[theirs].float().numpy()
@@ -52,8 +52,8 @@ def test_every_tensor_arrives_where_transformers_has_it(tmp_path):
         np.testing.assert_array_equal(
             value, whole.T if name.endswith("_projection.weight") else whole, err_msg=name
         )
-        taken.add(theirs)
-    assert taken == set(tensors)
+        sources.add(theirs)
+    assert sources == set(tensors)
 
 
 def test_the_released_file_of_hps_would_fit():
@@ -65,12 +65,12 @@ def test_the_released_file_of_hps_would_fit():
             fields["embed_dim"], fields["vision_cfg"], fields["text_cfg"], quick_gelu=False
         )
     state, ours = table(HPS)
-    wanted = {}
+    shapes = {}
     for name, shape in ((name, e.torch_shape) for e in ours for name in e.names):
         other, third = open_clip_name(name)
         shape = shape if third is None else (3 * shape[0], *shape[1:])
-        wanted[other] = shape[::-1] if name.endswith("_projection.weight") else shape
-    assert wanted == {name: tuple(t.shape) for name, t in theirs.state_dict().items()}
+        shapes[other] = shape[::-1] if name.endswith("_projection.weight") else shape
+    assert shapes == {name: tuple(t.shape) for name, t in theirs.state_dict().items()}
     assert parameter_count(state) == sum(p.numel() for p in theirs.parameters()) == 986_109_441
     assert (
         fields["vision_cfg"]["width"] // fields["vision_cfg"]["head_width"]

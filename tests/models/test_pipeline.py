@@ -72,7 +72,8 @@ def test_a_directory_says_what_it_is(opened):
 def test_sizes_that_are_no_multiples_are_refused(size, opened):
     with pytest.raises(
         ValueError,
-        match=rf"size {size[0]}x{size[1]}: this model supports heights in multiples of {COMPRESSION} pixels",
+        match=rf"size {size[0]}x{size[1]}: this model supports heights in multiples of"
+        f" {COMPRESSION} pixels",
     ):
         opened[0].latent_shape(*size)
 
@@ -161,16 +162,16 @@ def test_an_empty_instruction_is_no_instruction(opened):
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, opened):
     pipeline, reference, _ = opened
     tokens = pipeline.tokenize(PROMPTS, max_tokens)
-    asked = []
+    inputs = []
     reference.text_encoder.forward, forward = (
-        lambda ids, **kw: (asked.append(ids.numpy()), forward(ids, **kw))[1],
+        lambda ids, **kw: (inputs.append(ids.numpy()), forward(ids, **kw))[1],
         reference.text_encoder.forward,
     )
     try:
         text, mask, nothing, nothing_mask = diffusers_prompts(reference, PROMPTS, max_tokens)
     finally:
         reference.text_encoder.forward = forward
-    np.testing.assert_array_equal(tokens["ids"], asked[0])
+    np.testing.assert_array_equal(tokens["ids"], inputs[0])
     np.testing.assert_array_equal(tokens["mask"], mask)
 
     got = jax.jit(pipeline.encode_text)(

@@ -114,16 +114,16 @@ for i in range(400):
 
 def test_two_processes_may_write_the_same_entry(tmp_path):
     cache = Cache(tmp_path)
-    seen = 0
+    hits = 0
     command = [sys.executable, "-c", WRITER, str(tmp_path), KEY]
     writers = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     while any(writer.poll() is None for writer in writers):
         entry = cache.read(KEY)
         assert entry is None or (entry["text"] == 1.5).all()
-        assert entry is not None or not seen  # once there, it is there and whole at every moment
-        seen += entry is not None
+        assert entry is not None or not hits  # once there, it is there and whole at every moment
+        hits += entry is not None
     assert [writer.communicate()[1] for writer in writers] == ["", ""]
-    assert seen > 10
+    assert hits > 10
     assert files_below(tmp_path) == [cache.entry_path(KEY)]
 
 

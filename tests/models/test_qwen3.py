@@ -294,9 +294,9 @@ def test_tokens_are_those_of_the_released_pipelines(thinking, tmp_path):
     """
     theirs = make_qwen_tokenizer()
     theirs.save_pretrained(tmp_path)
-    asked = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    conversations = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
     options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": thinking}
-    texts = [theirs.apply_chat_template(turn, **options) for turn in asked]
+    texts = [theirs.apply_chat_template(turn, **options) for turn in conversations]
     assert (
         texts[0]
         == "<|im_start|>user\na red circle<|im_end|>\n<|im_start|>assistant\n"

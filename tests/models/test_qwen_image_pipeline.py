@@ -185,8 +185,8 @@ def test_images_equal_those_of_diffusers(steps, guidance, size, opened):
     prompts = ["", *(p.strip() for p in PROMPTS[1:])]
     shape = (len(prompts), KL_CHANNELS, *(n // COMPRESSION for n in size))
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    given = dict(latents=latents, steps=steps, guidance=guidance, prompts=prompts)
-    want = diffusers_images(reference, **given)
+    arguments = dict(latents=latents, steps=steps, guidance=guidance, prompts=prompts)
+    want = diffusers_images(reference, **arguments)
     got, _ = generated(
         folder,
         prompts,
@@ -212,7 +212,7 @@ def test_images_equal_those_of_diffusers(steps, guidance, size, opened):
     if guidance > 1:
         others["negative prompt"] = dict(negative="three blue dog")
     for name, other in others.items():
-        moved = np.abs(diffusers_images(reference, **given | other) - want).max(axis=(1, 2, 3))
+        moved = np.abs(diffusers_images(reference, **arguments | other) - want).max(axis=(1, 2, 3))
         # The first prompt is empty, like the negative one, so guidance changes nothing there.
         assert moved[1:].min() > 10 * IMAGE_TOLERANCE, name
 

@@ -95,21 +95,21 @@ def test_a_released_network_is_mapped_whole_onto_the_one_that_its_config_builds(
     shapes = native_shapes(**changes)
     assert is_native(shapes)
     # depth, hidden width and norms are the checkpoint's own
-    made = plan_conversion(
+    conversion = plan_conversion(
         shapes, dataclasses.replace(config, num_layers=9, mlp_ratio=3.0, qk_norm=None)
     )
-    assert made.config == config
-    assert {p.name: p.shape for p in made.parts} == network_shapes(made.config)
-    assert len({p.name for p in made.parts}) == len(made.parts)
-    assert made.ffn == changes.get("ffn", "linear")
-    assert made.ignored == ("pos_embed", "y_embedder.y_embedding")
-    rows = {name: 0 for name in shapes if name not in made.ignored}
-    for part in made.parts:  # every row of every native tensor goes to one place
+    assert conversion.config == config
+    assert {p.name: p.shape for p in conversion.parts} == network_shapes(conversion.config)
+    assert len({p.name for p in conversion.parts}) == len(conversion.parts)
+    assert conversion.ffn == changes.get("ffn", "linear")
+    assert conversion.ignored == ("pos_embed", "y_embedder.y_embedding")
+    rows = {name: 0 for name in shapes if name not in conversion.ignored}
+    for part in conversion.parts:  # every row of every native tensor goes to one place
         assert part.start == rows[part.source]
         rows[part.source] = part.stop
     assert rows == {name: shapes[name][0] for name in rows}
     if count is not None:
-        assert made.num_parameters == count
+        assert conversion.num_parameters == count
 
 
 @pytest.mark.parametrize("width", [2240, 1152])
@@ -123,8 +123,8 @@ def test_the_ratio_of_a_config_gives_every_hidden_width_back(width):
         cross_attention_dim=width,
     )
     base = SanaConfig(num_cross_attention_heads=4, **sizes)
-    made = plan_conversion(native_shapes(width, width + 33, depth=1), base)
-    assert network_shapes(made.config)["transformer_blocks.0.ff.conv_point.weight"] == (
+    conversion = plan_conversion(native_shapes(width, width + 33, depth=1), base)
+    assert network_shapes(conversion.config)["transformer_blocks.0.ff.conv_point.weight"] == (
         width,
         width + 33,
         1,
@@ -150,16 +150,17 @@ def test_every_tensor_that_does_not_fit_is_listed_at_once(ffn):
     with pytest.raises(ValueError, match="7 tensor") as error:
         plan_conversion(shapes, SanaConfig())
     unit = ", 1, 1" if ffn == "conv" else ""
-    for said in (
+    for message in (
         "missing x_embedder.proj.weight (2240, 32, 1, 1); ",
         "missing blocks.1.attn.qkv.weight (6720, 2240); ",
         "unexpected blocks.0.attn.qkv.bias (6720,); ",
         "unexpected logvar_linear.weight (1, 2240); ",
         f"unexpected blocks.2.mlp.point_conv.{ffn}.bias (2240,); ",
         "attention_y_norm.weight has shape (7,), expected (2240,); ",
-        f"blocks.2.mlp.inverted_conv.{ffn}.weight has shape (2240, 11200), expected (11200, 2240{unit})",
+        f"blocks.2.mlp.inverted_conv.{ffn}.weight has shape (2240, 11200),"
+        f" expected (11200, 2240{unit})",
     ):
-        assert said in f"{error.value}; "
+        assert message in f"{error.value}; "
 
 
 def test_a_layer_that_is_not_there_and_one_of_the_other_kind():

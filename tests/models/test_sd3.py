@@ -276,7 +276,8 @@ def test_bfloat16_is_as_close_to_float32_as_diffusers(dual):
         mine.append(distance(got, want))
         yours.append(distance(run_torch(exact.bfloat16(), x), want))
     print(
-        f"BF16: {np.round(mine, 5)} against {np.round(yours, 5)}, ratio {np.mean(mine) / np.mean(yours):.3f}"
+        f"BF16: {np.round(mine, 5)} against {np.round(yours, 5)},"
+        f" ratio {np.mean(mine) / np.mean(yours):.3f}"
     )
     assert 1e-4 < np.mean(mine) <= 1.10 * np.mean(yours)
 

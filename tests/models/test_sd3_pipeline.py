@@ -29,8 +29,8 @@ from tests.pipelines import (
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
-# An empty prompt, capitals (which T5 tells from small letters and CLIP does not), spaces, more tokens
-# than any encoder reads, and unknown words and signs.
+# An empty prompt, capitals (which T5 tells from small letters and CLIP does not), spaces, more
+# tokens than any encoder reads, and unknown words and signs.
 PROMPTS = ["", "Red star", " one  happy cat \t", "two small " * 9, "an astronaut's horse, no. 3"]
 ENCODERS = {
     "text_encoder": "tokenizer",
@@ -236,10 +236,10 @@ def encoders(request, folders):
 @pytest.mark.parametrize("max_tokens", first_is_quick([5, 16]))
 def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders):
     pipeline, reference, params, encode = encoders
-    asked: dict[str, np.ndarray] = {}
+    inputs: dict[str, np.ndarray] = {}
     hooks = [
         getattr(reference, name).register_forward_pre_hook(
-            lambda _, args, n=name: asked.update({n: args[0].numpy()})
+            lambda _, args, n=name: inputs.update({n: args[0].numpy()})
         )
         for name in params
     ]
@@ -254,9 +254,9 @@ def test_tokens_and_conditioning_equal_those_of_diffusers(max_tokens, encoders):
     for hook in hooks:
         hook.remove()
     tokens = pipeline.tokenize(PROMPTS, max_tokens)
-    assert asked.keys() == params.keys()
-    for name in asked:
-        np.testing.assert_array_equal(tokens[name], asked[name], err_msg=name)
+    assert inputs.keys() == params.keys()
+    for name in inputs:
+        np.testing.assert_array_equal(tokens[name], inputs[name], err_msg=name)
 
     got = encode(params, tokens)
     for name, want in (("text", text.numpy()), ("pooled", pooled.numpy())):
@@ -304,14 +304,14 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
     prompts = [p.strip() for p in PROMPTS[1:]]
     shape = (len(prompts), KL_CHANNELS, *(n // KL_COMPRESSION for n in size))
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    given = dict(
+    arguments = dict(
         latents=latents,
         steps=steps,
         guidance=guidance,
         prompts=prompts,
         scheduler=pipelines.euler(shift=3.0),
     )
-    want = diffusers_images(reference, **given)
+    want = diffusers_images(reference, **arguments)
     got, _ = generated(
         folder,
         prompts,
@@ -334,7 +334,7 @@ def test_images_equal_those_of_diffusers(model, steps, guidance, size, folders):
         "length of text": dict(max_tokens=13),  # as zeros too: nothing masks them
     }
     for name, other in others.items():
-        moved = np.abs(diffusers_images(reference, **given | other) - want).max(axis=(1, 2, 3))
+        moved = np.abs(diffusers_images(reference, **arguments | other) - want).max(axis=(1, 2, 3))
         assert moved.min() > 30 * IMAGE_TOLERANCE, name
 
 
@@ -344,15 +344,15 @@ def test_a_negative_prompt_is_that_of_diffusers(folders):
     latents = np.random.default_rng(0).standard_normal((4, KL_CHANNELS, 8, 12)).astype(np.float32)
     prompts = [p.strip() for p in PROMPTS[1:]]
     negative = "Three blue dog"
-    given = dict(
+    arguments = dict(
         latents=latents,
         steps=4,
         guidance=4.5,
         prompts=prompts,
         scheduler=pipelines.euler(shift=3.0),
     )
-    want = diffusers_images(reference, **given, negative=negative)
-    nothing = diffusers_images(reference, **given)
+    want = diffusers_images(reference, **arguments, negative=negative)
+    nothing = diffusers_images(reference, **arguments)
     options = dict(
         num_steps=4, guidance_scale=4.5, max_sequence_length=12, negative_prompt=negative
     )

@@ -342,10 +342,10 @@ def test_attention_bias_and_its_gradient(kv, shape, masked):
     [("gpu", ((1, N, 4, 10), "bfloat16")), ("cpu", ((1, N, 4, 10), "float32"))],
 )
 def test_the_kernel_gets_the_bias_it_wants(monkeypatch, backend, expected):
-    asked = {}
+    call = {}
 
     def record(q, k, v, bias, mask, **others):
-        asked.update(bias=(bias.shape, str(bias.dtype)))
+        call.update(bias=(bias.shape, str(bias.dtype)))
         return q
 
     monkeypatch.setattr(attention_module, "dot_product_attention", record)
@@ -354,4 +354,4 @@ def test_the_kernel_gets_the_bias_it_wants(monkeypatch, backend, expected):
     bias = jnp.zeros((1, 1, 4, 10), jnp.float16)
     with traced_for(backend):
         jax.eval_shape(lambda q, k, bias: attention(q, k, k, bias=bias), q, k, bias)
-    assert asked == {"bias": expected}
+    assert call == {"bias": expected}

@@ -118,11 +118,11 @@ def test_encoders_are_loaded_for_what_the_cache_lacks_and_for_nothing_else(
     assert bits(everything) == bits(computed)
 
     ahead = encoders_of(model, tmp_path / "ahead")
-    told = []
+    reports = []
     ahead.encode(PROMPTS[:2], TOKENS)
-    ahead.encode_ahead(PROMPTS, TOKENS, None, lambda count, more: told.append((count, more)))
+    ahead.encode_ahead(PROMPTS, TOKENS, None, lambda count, more: reports.append((count, more)))
     assert not ahead.loaded  # what comes next has their room
-    assert told[0] == (len(PROMPTS) - 2, 0)
+    assert reports[0] == (len(PROMPTS) - 2, 0)
 
     def broken_progress(count, more):
         if more:
@@ -216,11 +216,11 @@ def with_one(folders, tmp_path_factory):
 def test_a_key_stands_for_all_that_an_encoding_depends_on(
     case, folders, with_one, tmp_path, monkeypatch
 ):
-    change, asked, other = OTHERS[case]
+    change, options, other = OTHERS[case]
     shutil.copytree(folders / "sana", tmp_path / "model")
     shutil.copytree(with_one, tmp_path / "cache")
     change(tmp_path / "model")
-    encoders = encoders_of(tmp_path / "model", tmp_path / "cache", asked.get("precision", "bf16"))
+    encoders = encoders_of(tmp_path / "model", tmp_path / "cache", options.get("precision", "bf16"))
     computed = []
 
     def compute(self, tokens):
@@ -229,9 +229,9 @@ def test_a_key_stands_for_all_that_an_encoding_depends_on(
 
     monkeypatch.setattr(TextEncoders, "_compute", compute)
     encoders.encode(
-        [asked.get("prompt", "a red star")],
-        asked.get("max_tokens", TOKENS),
-        asked.get("instruction"),
+        [options.get("prompt", "a red star")],
+        options.get("max_tokens", TOKENS),
+        options.get("instruction"),
     )
     assert len(computed) == other
 
@@ -247,7 +247,8 @@ def test_a_cache_that_cannot_be_written_is_refused_before_anything_is_loaded(
     no_loading()
     with pytest.raises(
         InputError,
-        match=r"^model.prompt_cache_dir='.*/file/x': cannot be written \(.*\); name another directory",
+        match=r"^model.prompt_cache_dir='.*/file/x': cannot be written \(.*\);"
+        " name another directory",
     ):
         encoders_of(folders / "sana", tmp_path / "file" / "x").encode(["a cat"], TOKENS)
 
@@ -258,7 +259,7 @@ def test_a_cache_that_is_only_read_needs_no_write(folders, with_one, monkeypatch
     assert encoders_of(folders / "sana", with_one).encode(["a red star"], TOKENS)[1] == 0
 
 
-# ------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 # whole runs
 
 
@@ -278,9 +279,9 @@ def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkey
             main.cli, ["encode", "tiny", *options, "mesh.data=1", "--json"], catch_exceptions=False
         )
 
-    said = json.loads(fill().stdout)
+    summary = json.loads(fill().stdout)
     each = 24 * (2 * 64 + 1)  # tokens of 64 numbers in BF16, and of the mask
-    assert said == {
+    assert summary == {
         "cache": str(tmp_path / "cache"),
         "prompts": 5,
         "encoded": 5,
@@ -290,13 +291,13 @@ def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkey
 
     plain = build(small_config("unused", *options[:2]))
     drawn = [Prompt("two blue squares"), Prompt("a yellow circle")]
-    wanted = prepare(plain.backbone, None, drawn, 24)
+    expected = prepare(plain.backbone, None, drawn, 24)
     experiment = build(small_config("unused", *options))
     no_loading()
     got = prepare(experiment.backbone, None, drawn, 24)
     assert not experiment.backbone.text_encoders.loaded
     for ours, theirs in zip(
-        jax.tree.leaves(got.conditions), jax.tree.leaves(wanted.conditions), strict=True
+        jax.tree.leaves(got.conditions), jax.tree.leaves(expected.conditions), strict=True
     ):
         assert ours.sharding == theirs.sharding
         assert (ours.dtype, np.asarray(ours).tobytes()) == (
@@ -308,8 +309,8 @@ def test_a_filled_cache_gives_a_run_all_that_it_asks_to_the_bit(tmp_path, monkey
 def test_filling_wants_a_cache():
     with pytest.raises(
         InputError,
-        match=r"^model.prompt_cache_dir=None: expected a directory to be filled, or '' for the one in "
-        "the user's cache directory$",
+        match=r"^model.prompt_cache_dir=None: expected a directory to be filled, or '' for the one"
+        " in the user's cache directory$",
     ):
         fill_cache(small_config())
 
@@ -346,17 +347,17 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
     )
     backbone = experiment.backbone
     assert (backbone.decoder.tile, backbone.instruction) == (16, "A picture of:\n ")
-    told = prepare(backbone, None, [Prompt("a red circle")], 24).conditions
+    conditions = prepare(backbone, None, [Prompt("a red circle")], 24).conditions
 
     def prompt(b):
         return np.asarray(b.encode(("a red circle",), 24)["text"])
 
     instructed = prompt(backbone)
     plain = prompt(dataclasses.replace(backbone, instruction=None))
-    np.testing.assert_array_equal(told.cond["text"], instructed)
+    np.testing.assert_array_equal(conditions.cond["text"], instructed)
     assert np.abs(instructed.astype(np.float32) - plain.astype(np.float32)).max() > 0.1
     np.testing.assert_array_equal(
-        told.uncond["text"], backbone.encode(("",), 24, negative=True)["text"]
+        conditions.uncond["text"], backbone.encode(("",), 24, negative=True)["text"]
     )
     assert not experiment.schedule(3).guided
 
@@ -386,7 +387,8 @@ def test_options_of_the_model_reach_it_or_are_refused(folders, tmp_path):
         ),
         (
             ("rollout.true_cfg_scale=2",),
-            "rollout.true_cfg_scale=2.0: must be 1 for a SanaPipeline, whose rollout.guidance_scale is",
+            "rollout.true_cfg_scale=2.0: must be 1 for a SanaPipeline,"
+            " whose rollout.guidance_scale is",
         ),
     ]:
         with pytest.raises(InputError, match=f"^{message}"):

@@ -170,7 +170,9 @@ def test_the_released_network_has_the_released_names_and_parameter_count(reposit
 
 @pytest.mark.slow
 def test_one_timestep_per_sample_is_the_same_for_every_token():
-    """Wan 2.2 TI2V has a timestep per token, which is that of the sample where no image is given."""
+    """Wan 2.2 TI2V has a timestep per token, which is that of the sample where no image is
+    given.
+    """
     theirs = reference_model({})
     x = inputs({}, (3, 4, 6))
     graphdef, _, params = port(theirs, {})

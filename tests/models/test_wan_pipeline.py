@@ -170,8 +170,8 @@ def test_clips_equal_those_of_diffusers(steps, guidance, size, opened):
     folder, reference = opened
     shape = (len(PROMPTS), KL_CHANNELS, *size)
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    given = dict(latents=latents, steps=steps, guidance=guidance, prompts=PROMPTS)
-    want = diffusers_clips(reference, **given)
+    arguments = dict(latents=latents, steps=steps, guidance=guidance, prompts=PROMPTS)
+    want = diffusers_clips(reference, **arguments)
     got, _ = generated(
         folder,
         PROMPTS,
@@ -196,7 +196,9 @@ def test_clips_equal_those_of_diffusers(steps, guidance, size, opened):
     if guidance > 1:
         others["negative prompt"] = dict(negative="three blue dog")
     for name, other in others.items():
-        moved = np.abs(diffusers_clips(reference, **given | other) - want).max(axis=(1, 2, 3, 4))
+        moved = np.abs(diffusers_clips(reference, **arguments | other) - want).max(
+            axis=(1, 2, 3, 4)
+        )
         # The first prompt is empty, like the negative one, so guidance changes nothing there.
         assert moved[1:].min() > 10 * CLIP_TOLERANCE, name
 
@@ -217,15 +219,15 @@ def test_clips_of_wan_2_2_equal_those_of_diffusers(guidance, size, opened22):
     prompts = PROMPTS[1:3]
     shape = (len(prompts), KL_CHANNELS, *size)
     latents = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    given = dict(latents=latents, steps=4, guidance=guidance, prompts=prompts)
-    want = diffusers_clips(reference, **given, scheduler=unipc(flow_shift=5.0))
+    arguments = dict(latents=latents, steps=4, guidance=guidance, prompts=prompts)
+    want = diffusers_clips(reference, **arguments, scheduler=unipc(flow_shift=5.0))
     options = dict(num_steps=4, guidance_scale=guidance, max_sequence_length=TOKENS)
     got, _ = generated(folder, prompts, latents=latents, **options)
     frames = 1 + 4 * (size[0] - 1)
     assert got.shape == want.shape == (len(prompts), frames, 8 * size[1], 8 * size[2], 3)
     print(f"guidance {guidance}, {size}: {np.abs(got - want).max():.1e}")
     assert np.abs(got - want).max() <= CLIP_TOLERANCE
-    moved = diffusers_clips(reference, **given)  # with the shift of Wan 2.1
+    moved = diffusers_clips(reference, **arguments)  # with the shift of Wan 2.1
     assert np.abs(moved - want).max() > 10 * CLIP_TOLERANCE
 
 

@@ -150,16 +150,16 @@ def test_every_layout_computes_what_pytorchs_layer_does(theirs, network):
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("wanted", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_file_of_any_precision_is_cast_to_the_one_wanted(
-    stored, wanted, theirs, network, tmp_path
+    stored, dtype, theirs, network, tmp_path
 ):
     tensors = {name: t.to(stored) for name, t in theirs.state_dict().items()}
     safetensors.torch.save_file(tensors, tmp_path / FILE)
-    params = load_tensors(*locate_tensors(tmp_path, network[1]), wanted)
-    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(wanted)}
+    params = load_tensors(*locate_tensors(tmp_path, network[1]), dtype)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(dtype)}
     want = from_torch(
-        network[1], {name: t.float().numpy().astype(wanted) for name, t in tensors.items()}
+        network[1], {name: t.float().numpy().astype(dtype) for name, t in tensors.items()}
     )
     got = flat(params)
     want = flat(want)
@@ -667,7 +667,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_refused(large, tmp_path):
     state, folder, _ = large
     tensors = {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
     save_file(tensors, tmp_path / FILE)
-    found = locate_tensors(tmp_path, state)
+    locations = locate_tensors(tmp_path, state)
     (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:-10])
     with pytest.raises(ValueError, match=rf"{FILE}: the file ends within [a-z0-9.]+$"):
-        load_tensors(*found, jnp.float32, placement(0))
+        load_tensors(*locations, jnp.float32, placement(0))

@@ -160,7 +160,8 @@ def test_output_and_input_gradient_equal_diffusers(case):
     want, want_gradient = run_torch(theirs, x, cotangent)
     got, gradient = ours(params, x, cotangent)
     print(
-        f"{case}: output {relative(got, want):.1e}, gradient {relative(gradient, want_gradient):.1e}"
+        f"{case}: output {relative(got, want):.1e},"
+        f" gradient {relative(gradient, want_gradient):.1e}"
     )
     assert relative(got, want) < TOLERANCE
     assert relative(gradient, want_gradient) < TOLERANCE
@@ -317,9 +318,9 @@ def test_rotation_at_the_released_size():
     def pad(x, grid, start):
         return theirs._pad_with_ids(x, grid, start, "cpu")[1]
 
-    seen = np.array([32, 480, 1504])
-    (image, text) = rotary_tables(config, rows, columns, 1504, jnp.asarray(seen))
-    for i, length in enumerate(seen):
+    lengths = np.array([32, 480, 1504])
+    (image, text) = rotary_tables(config, rows, columns, 1504, jnp.asarray(lengths))
+    for i, length in enumerate(lengths):
         ids = pad(torch.zeros(length, 1), (length, 1, 1), (1, 0, 0))
         of_image = pad(torch.zeros(rows * columns, 1), (1, rows, columns), (length + 1, 0, 0))
         for (cos, sin), want, count in ((text, ids, length), (image, of_image, len(of_image))):

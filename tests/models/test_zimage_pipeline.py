@@ -23,8 +23,8 @@ from tests.pipelines import KL_CHANNELS, KL_COMPRESSION, generated, save_zimage_
 
 TOLERANCE = 1e-5  # largest difference over largest value
 IMAGE_TOLERANCE = 1e-4  # of images in 0..1, all steps taken
-# An empty prompt, capitals, spaces, prompts of 26, 58 and 300 tokens, unknown words and signs, and a
-# mark of the template itself.
+# An empty prompt, capitals, spaces, prompts of 26, 58 and 300 tokens, unknown words and signs, and
+# a mark of the template itself.
 PROMPTS = [
     "",
     "Red star",

@@ -1,4 +1,6 @@
-"""Several hosts: two processes of four devices train like one of eight. If one dies, the run ends and can be resumed."""
+"""Several hosts: two processes of four devices train like one of eight. If one dies, the run ends
+and can be resumed.
+"""
 
 import os
 import signal
@@ -86,22 +88,22 @@ def test_two_hosts_train_as_one_does_though_one_of_them_dies(tmp_path):
     assert time.monotonic() - died < LIMIT
     assert first.returncode == 1, errors
     # Python says that the process which was aborted did not release its semaphores
-    said = [
+    lines = [
         line
         for line in errors.splitlines()
         if "resource_tracker" not in line and "leaked semaphore" not in line
     ]
-    assert said[-1].startswith("solrl: "), errors
+    assert lines[-1].startswith("solrl: "), errors
 
     port = free_port()
     both = [start(tmp_path / "two", host, port) for host in (0, 1)]
-    told = [process.communicate() for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
-    assert "resuming after iteration" in told[0][1]
+    outputs = [process.communicate() for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    assert "resuming after iteration" in outputs[0][1]
     connected = "peer ranks"  # Gloo's threads print this in pieces
     assert not [
         line
-        for text in told[1]
+        for text in outputs[1]
         for line in text.splitlines()
         if connected not in line and "[Gloo]" not in line
     ]
@@ -142,7 +144,8 @@ LATE = textwrap.dedent(
     hosts.connect(mesh)
     time.sleep(35 * number)
     for axes in (("data", "fsdp", "tensor"), ("data", "fsdp"), "tensor"):
-        x = hosts.put(np.arange(16.0, dtype=np.float32).reshape(8, 2), NamedSharding(mesh, PartitionSpec(axes)))
+        numbers = np.arange(16.0, dtype=np.float32).reshape(8, 2)
+        x = hosts.put(numbers, NamedSharding(mesh, PartitionSpec(axes)))
         print(float(jax.jit(lambda x: x.sum())(x)))
     """
 )
@@ -162,15 +165,15 @@ def test_a_process_may_come_late_to_its_first_program():
             text=True,
         )
 
-    told = [process.communicate(timeout=300)[0].split() for process in [start(0), start(1)]]
-    assert [[line for line in lines if line == "120.0"] for lines in told] == [["120.0"] * 3] * 2
+    outputs = [process.communicate(timeout=300)[0].split() for process in [start(0), start(1)]]
+    assert [[line for line in lines if line == "120.0"] for lines in outputs] == [["120.0"] * 3] * 2
 
 
 def call_roll(numbers: list[int], count: int) -> list[str]:
     """What each of these processes, a thread each, is told of a run of `count`."""
     address = f"localhost:{free_port()}"
 
-    def told(number: int) -> str:
+    def message(number: int) -> str:
         try:
             hosts.roll_call(count, number, address)
             return ""
@@ -178,7 +181,7 @@ def call_roll(numbers: list[int], count: int) -> list[str]:
             return str(error).removeprefix(f"hosts={count}, coordinator={address}: ")
 
     with ThreadPoolExecutor(len(numbers)) as threads:
-        return list(threads.map(told, numbers))
+        return list(threads.map(message, numbers))
 
 
 @pytest.mark.slow
@@ -192,14 +195,14 @@ def test_processes_wait_for_each_other_and_name_those_that_are_not_there(monkeyp
 
 @pytest.mark.parametrize("result", [np.zeros(2), set(), None])
 def test_what_an_action_returns_is_dropped(result):
-    done = []
+    calls = []
 
     def act():
-        done.append(True)
+        calls.append(True)
         return result
 
     assert hosts.on_first(act) is None
-    assert done == [True]
+    assert calls == [True]
 
 
 def test_a_stranger_at_the_port_holds_nobody_up(monkeypatch):
@@ -250,7 +253,7 @@ def test_an_answer_of_another_program_is_no_outcome(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("arguments", "message"),
     [
         (("two",), "hosts='two': expected a number of processes from 1 to 4096, or auto"),
         (("2",), "hosts=2: needs host and coordinator too, or hosts=auto"),
@@ -260,6 +263,6 @@ def test_an_answer_of_another_program_is_no_outcome(monkeypatch):
         (("auto", 1), "host=1: only with a number of hosts"),
     ],
 )
-def test_what_does_not_name_the_hosts_is_refused(given, told):
-    with pytest.raises(InputError, match=f"^{told}$"):
-        hosts.initialize(*given)
+def test_what_does_not_name_the_hosts_is_refused(arguments, message):
+    with pytest.raises(InputError, match=f"^{message}$"):
+        hosts.initialize(*arguments)

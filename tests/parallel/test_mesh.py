@@ -1,4 +1,6 @@
-"""Results do not depend on the batch, the chunk or the mesh (docs/method.md, section 2); on eight CPU devices."""
+"""Results do not depend on the batch, the chunk or the mesh (docs/method.md, section 2); on eight
+CPU devices.
+"""
 
 import functools
 
@@ -47,7 +49,8 @@ ADAPTER_TOLERANCE = 1e-6
 def built():
     """The experiment on a mesh, by its name in `MESHES`. Each is built once.
 
-    Sixteen terms an iteration: eight micro-batches one after another on one device, two on four groups, one on eight.
+    Sixteen terms an iteration: eight micro-batches one after another on one device, two on four
+    groups, one on eight.
     """
     return functools.cache(
         lambda name: experiments.build(small_config("unused", *OPTIONS, *MESHES[name]))
@@ -191,8 +194,9 @@ def test_training_keeps_the_same_candidates_and_ends_with_the_same_adapters(
     """In BF16, exploring in NVFP4."""
     capfd.readouterr()
     ours = two_iterations(built(name))
-    # XLA warns if it replicates an array because it knows no way from one division to another. It must not do so to a gradient.
-    # It may to a quantized layer, if a share of it is not of whole blocks. (With a warm cache there are no warnings.)
+    # XLA warns if it replicates an array because it knows no way from one division to another. It
+    # must not do so to a gradient. It may to a quantized layer, if a share of it is not of whole
+    # blocks. (With a warm cache there are no warnings.)
     warnings = [
         line for line in capfd.readouterr().err.splitlines() if "full rematerialization" in line
     ]

@@ -177,7 +177,7 @@ def compiled(f, name, mesh):
         return program.lower(params, *arrays).compile(), (params, *arrays)
 
 
-def difference(got, wanted):
+def difference(got, expected):
     """The norm of the difference over the norm, of all arrays together.
 
     Some gradients, such as those of biases of keys, are zero but for rounding.
@@ -186,7 +186,7 @@ def difference(got, wanted):
     def norm(tree):
         return np.sqrt(sum(np.sum(np.square(x)) for x in jax.tree.leaves(tree)))
 
-    return norm(jax.tree.map(np.subtract, got, wanted)) / norm(wanted)
+    return norm(jax.tree.map(np.subtract, got, expected)) / norm(expected)
 
 
 ONE = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
@@ -196,9 +196,9 @@ ONE = sharding.make_mesh(1, 1, devices=jax.devices()[:1])
 def test_tokens_stay_sharded_and_attention_alone_gathers_them():
     """Wan, with all four axes of the mesh and two samples per group of devices."""
     one, arguments = compiled(velocity, "wan", ONE)
-    wanted = jax.device_get(one(*arguments))
+    expected = jax.device_get(one(*arguments))
     program, arguments = compiled(velocity, "wan", MESH)
-    assert difference(jax.device_get(program(*arguments)), wanted) < TOLERANCE
+    assert difference(jax.device_get(program(*arguments)), expected) < TOLERANCE
     text = program.as_text()
     shapes = set(re.findall(r"f32\[([\d,]+)\]", text))
     assert "2,12,40" in shapes  # the MLP of the tokens of one device, half of 24
@@ -206,19 +206,19 @@ def test_tokens_stay_sharded_and_attention_alone_gathers_them():
     # Along `sequence`, the blocks gather the keys and values of attention, and nothing else.
     along = r"replica_groups=\{\{0,2\},\{1,3\},\{4,6\},\{5,7\}\}"
     collectives = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(rf"= f32\[([\d,]+)\]\S* ({collectives})\(.*{along}", text)
-    assert set(found) == {("2,24,2,16", "all-gather")}
+    matches = re.findall(rf"= f32\[([\d,]+)\]\S* ({collectives})\(.*{along}", text)
+    assert set(matches) == {("2,24,2,16", "all-gather")}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", NETWORKS)
 def test_every_network_has_the_same_value_and_gradient(name):
     one, arguments = compiled(value_and_gradient, name, ONE)
-    wanted, wanted_gradient = jax.device_get(one(*arguments))
+    expected, expected_gradient = jax.device_get(one(*arguments))
     program, arguments = compiled(value_and_gradient, name, MESH)
     got, gradient = jax.device_get(program(*arguments))
-    assert difference(got, wanted) < TOLERANCE
-    assert difference(gradient, wanted_gradient) < GRADIENT_TOLERANCE
+    assert difference(got, expected) < TOLERANCE
+    assert difference(gradient, expected_gradient) < GRADIENT_TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,9 @@ WIDTH = 24  # three heads
 
 
 def attend_twice(w, x, text):
-    """Attention among tokens, then to a text of which each sample reads another number of tokens."""
+    """Attention among tokens, then to a text of which each sample reads another number of
+    tokens.
+    """
 
     def run(shared, x, *_):
         w, text = shared
@@ -275,11 +277,11 @@ def test_attention_and_its_gradient_are_the_same_to_the_bit_in_bf16(devices):
         out, vjp = jax.vjp(functools.partial(attend_twice, w), x, text)
         return out, *vjp(g)
 
-    wanted = jax.device_get(pulled(x, text))
+    reference = jax.device_get(pulled(x, text))
     mesh = sharding.make_mesh(1, 1, 1, devices, devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
         got = jax.device_get(pulled(*jax.device_put((x, text), sharding.replicated(mesh))))
-    for y, expected in zip(got, wanted, strict=True):
+    for y, expected in zip(got, reference, strict=True):
         np.testing.assert_array_equal(y, expected)
 
 

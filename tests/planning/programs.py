@@ -159,8 +159,8 @@ def shortened(whole: str) -> str:
     return f"{head.partition(', ')[0]}\n\n{body}"
 
 
-def _source(found: re.Match[str]) -> str:
-    return "metadata={" + (found[1] or "") + "}"
+def _source(match: re.Match[str]) -> str:
+    return "metadata={" + (match[1] or "") + "}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""`planning.device_checks` where kernels are emulated: right ones pass, and planted faults are named."""
+"""`planning.device_checks` where kernels are emulated: right ones pass, and planted faults are
+named.
+"""
 
 import dataclasses
 import re
@@ -73,8 +75,10 @@ def test_a_result_of_zeros_nan_or_other_values_is_named(check):
 
     assert planted(lambda y: 0 * y) == "returns zeros"
     assert planted(lambda y: y.at[(0,) * y.ndim].set(jnp.nan)) == "returns NaN or infinite values"
-    said = planted(lambda y: jnp.roll(y, 1, axis=-1))
-    assert re.fullmatch(r"differs from plain JAX by 1\.\d of its norm; expected at most .*", said)
+    message = planted(lambda y: jnp.roll(y, 1, axis=-1))
+    assert re.fullmatch(
+        r"differs from plain JAX by 1\.\d of its norm; expected at most .*", message
+    )
     assert planted(lambda y: y.at[: len(y) // 8 or 1].mul(1.5)).startswith("differs from plain JAX")
 
 
@@ -102,7 +106,7 @@ def test_a_kernel_that_fails_is_reported_with_the_first_line_of_its_error():
 
 
 @pytest.mark.parametrize(
-    ("version", "device", "said"),
+    ("version", "device", "texts"),
     [
         ("9.17.1", HOPPER, ["before 9.18, gradients of attention with padded lengths can be NaN"]),
         ("9.17.1", BLACKWELL, []),
@@ -114,10 +118,10 @@ def test_a_kernel_that_fails_is_reported_with_the_first_line_of_its_error():
         ("10.1.0", HOPPER, []),
     ],
 )
-def test_known_faults_of_cudnn_are_named_where_they_occur(version, device, said):
-    found = device_checks.cudnn_warnings(version, device)
-    assert len(found) == len(said)
-    for line, expected in zip(found, said, strict=True):
+def test_known_faults_of_cudnn_are_named_where_they_occur(version, device, texts):
+    lines = device_checks.cudnn_warnings(version, device)
+    assert len(lines) == len(texts)
+    for line, expected in zip(lines, texts, strict=True):
         assert line.startswith(f"cuDNN {version}: {expected}")
 
 

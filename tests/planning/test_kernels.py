@@ -88,19 +88,22 @@ def test_convolutions_count_what_they_read_of_the_input():
     """cuDNN is given a padded input: 9 taps for each of 16 x 16 outputs, forwards and for the
     gradient.
     """
-    found = [kernel for kernel in read("convolve-h200") if kernel.kind == "products"]
-    assert [kernel.name for kernel in found] == [
+    products = [kernel for kernel in read("convolve-h200") if kernel.kind == "products"]
+    assert [kernel.name for kernel in products] == [
         "__cudnn$convForward bf16",
         "__cudnn$convBackwardInput bf16",
     ]
-    assert [kernel.operations for kernel in found] == [2 * 2 * 16 * 16 * 9 * 16 * 32] * 2
+    assert [kernel.operations for kernel in products] == [2 * 2 * 16 * 16 * 9 * 16 * 32] * 2
 
 
 def test_padding_and_dilation_multiply_nothing():
     """Three taps along five elements, one of padding at either end; and a window that meets one
     element in two.
     """
-    line = "  ROOT %c = f32[1,5,1]{2,1,0} convolution(%x, %k), window={size=3 pad=1_1}, dim_labels=b0f_0io->b0f\n"
+    line = (
+        "  ROOT %c = f32[1,5,1]{2,1,0} convolution(%x, %k), window={size=3 pad=1_1}, "
+        "dim_labels=b0f_0io->b0f\n"
+    )
     module = f"""HloModule c
 
 ENTRY %main (x: f32[1,5,1], k: f32[3,1,1]) -> f32[1,5,1] {{

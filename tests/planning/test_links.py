@@ -10,30 +10,30 @@ HEAD = "HloModule m\n\nENTRY %main (x: f32[4,8]) -> f32[4,8] {\n  %x = f32[4,8]{
 
 
 def one(line: str, devices: int = 8) -> Collective:
-    (found,) = collectives(hlo.parse(f"{HEAD}  ROOT {line}\n}}\n"), devices)
-    return found
+    (collective,) = collectives(hlo.parse(f"{HEAD}  ROOT {line}\n}}\n"), devices)
+    return collective
 
 
 def test_the_messages_of_a_sharded_gradient():
     """Five layers [512, 512] in BF16 on 2 x 4 devices: a half of a quarter is gathered, its
     gradient summed over the pairs.
     """
-    found = collectives(hlo.parse(text("train-h200")), 8)
+    messages = collectives(hlo.parse(text("train-h200")), 8)
     quarter = 2 * 512 * 512 / 4
     rows = 2 * 8 * 512
     pairs = ((0, 4), (1, 5), (2, 6), (3, 7))
     rings = ((0, 1, 2, 3), (4, 5, 6, 7))
-    weights = [c for c in found if c.groups == pairs]
+    weights = [c for c in messages if c.groups == pairs]
     assert [(c.kind, c.size, c.times) for c in weights] == [
         ("all-gather", quarter, 5),
         ("all-gather", quarter, 5),
         ("all-reduce", quarter, 5),
     ]
-    assert {(c.kind, c.size, c.times) for c in found if c.groups == rings} == {
+    assert {(c.kind, c.size, c.times) for c in messages if c.groups == rings} == {
         ("all-gather", rows, 5),
         ("reduce-scatter", rows, 5),
     }
-    assert {c.overlaps for c in found} == {False, True}  # those of the first loop wait
+    assert {c.overlaps for c in messages} == {False, True}  # those of the first loop wait
     assert [c.overlaps for c in weights] == [False, True, True]
 
 
@@ -68,7 +68,8 @@ def test_what_a_device_sends_and_what_leaves_its_host():
     summed = one("%r = f32[4,8]{1,0} all-reduce(%x), replica_groups=[1,8]<=[8], to_apply=%add")
     assert (summed.size, summed.sent, summed.crossing(2)) == (128, 224, 96)
     split = one(
-        "%s = f32[1,8]{1,0} reduce-scatter(%x), replica_groups=[2,4]<=[8], dimensions={0}, to_apply=%add"
+        "%s = f32[1,8]{1,0} reduce-scatter(%x), replica_groups=[2,4]<=[8], dimensions={0}, "
+        "to_apply=%add"
     )
     assert (split.size, split.sent, split.crossing(4)) == (128, 96, 0)
     passed = one(
@@ -78,12 +79,18 @@ def test_what_a_device_sends_and_what_leaves_its_host():
 
 
 def test_nothing_moves_within_groups_of_one():
-    text = f"{HEAD}  ROOT %r = f32[4,8]{{1,0}} all-reduce(%x), replica_groups=[8,1]<=[8], to_apply=%add\n}}\n"
+    text = (
+        f"{HEAD}  ROOT %r = f32[4,8]{{1,0}} all-reduce(%x), replica_groups=[8,1]<=[8], "
+        "to_apply=%add\n}\n"
+    )
     assert collectives(hlo.parse(text), 8) == []
 
 
 def test_a_collective_overlaps_if_a_kernel_runs_before_its_end_and_it_is_not_marked_synchronous():
-    start = "%s = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups=[4,2]<=[8], dimensions={0}"
+    start = (
+        "%s = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x), replica_groups=[4,2]<=[8], "
+        "dimensions={0}"
+    )
     sync = ', backend_config={"collective_backend_config":{"is_sync":true}}'
     name = "\n  %b = f32[32]{0} bitcast(%x)"
     kernel = "\n  %k = f32[4,8]{1,0} add(%x, %x)"
@@ -119,5 +126,5 @@ ENTRY %main (x: f32[4,8]) -> f32[4,8] {
   ROOT %d = f32[4,8]{1,0} async-done(%s)
 }
 """
-    (found,) = collectives(hlo.parse(text), 4)
-    assert (found.kind, found.sent, found.overlaps) == ("all-to-all", 96, True)
+    (collective,) = collectives(hlo.parse(text), 4)
+    assert (collective.kind, collective.sent, collective.overlaps) == ("all-to-all", 96, True)

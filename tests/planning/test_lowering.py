@@ -61,10 +61,10 @@ def of_shapes(
     config = resolve(preset, (f"rollout.explore.precision={precision}", *more))
     pipeline = open_configurations(config.model.path)
     facts = DeviceInfo("gpu", TARGETS[device].kind, TARGETS[device].capability)
-    made = abstract_experiment(
+    experiment = abstract_experiment(
         config, pipeline, facts, sharding.make_mesh(count, 1, devices=jax.devices()[:count])
     )
-    return made, Phases(made)
+    return experiment, Phases(experiment)
 
 
 def lowered(program: Program) -> str:
@@ -80,8 +80,8 @@ def products(text: str, dtype: str = "") -> int:
 @functools.cache
 def on_blackwell(preset: str) -> tuple[Experiment, dict[str, list[str]]]:
     """The lowered programs of every phase, exploring in NVFP4."""
-    made, phases = of_shapes(preset, "nvfp4", "b200")
-    return made, {
+    experiment, phases = of_shapes(preset, "nvfp4", "b200")
+    return experiment, {
         name: [lowered(program) for program in phases.programs(name, phases.codes())]
         for name in PHASES
         if phases.has(name)
@@ -93,15 +93,15 @@ def test_an_iteration_lowers_for_blackwell_with_block_scaled_products_in_explora
     """As many products fewer than regeneration has as are quantized, and two more where an adapter
     is merged.
     """
-    made, texts = on_blackwell(preset)
+    experiment, texts = on_blackwell(preset)
     assert [name for name, of in texts.items() if any(CUSTOM in text for text in of)] == ["explore"]
     (explored,) = texts["explore"]
     (regenerated,) = texts["regenerate"]
-    merged = set(made.explorer.quantized) & set(made.trained_paths.adapted)
-    assert len(made.explorer.quantized) >= 4
-    assert products(regenerated) - products(explored) == len(made.explorer.quantized) + 2 * len(
-        merged
-    )
+    merged = set(experiment.explorer.quantized) & set(experiment.trained_paths.adapted)
+    assert len(experiment.explorer.quantized) >= 4
+    assert products(regenerated) - products(explored) == len(
+        experiment.explorer.quantized
+    ) + 2 * len(merged)
 
 
 def test_the_fast_recipe_attends_in_fp8_and_rounds_nothing_else_for_it():
@@ -113,7 +113,7 @@ def test_the_fast_recipe_attends_in_fp8_and_rounds_nothing_else_for_it():
     assert not re.search(r"stablehlo.convert .*xf8E4M3FN>\) -> tensor<\d+x\d+x\d+xbf16>", text)
 
 
-def asked(text: str) -> set[str]:
+def precisions(text: str) -> set[str]:
     """The precisions that products and convolutions of float32 ask for."""
     lines = [
         line for line in text.splitlines() if PRODUCT in line or "stablehlo.convolution" in line
@@ -129,27 +129,28 @@ def asked(text: str) -> set[str]:
 @pytest.mark.parametrize("preset", PRESETS)
 def test_float32_is_multiplied_as_float32(preset):
     """At a GPU's default it would be in TF32."""
-    found = {
-        phase: set().union(*map(asked, texts)) for phase, texts in on_blackwell(preset)[1].items()
+    phase_precisions = {
+        phase: set().union(*map(precisions, texts))
+        for phase, texts in on_blackwell(preset)[1].items()
     }
-    assert found["score"] == {"HIGHEST"}
-    assert set().union(*found.values()) == {"HIGHEST"}
+    assert phase_precisions["score"] == {"HIGHEST"}
+    assert set().union(*phase_precisions.values()) == {"HIGHEST"}
 
 
 def test_a_float32_policy_is_sampled_in_float32():
     _, phases = of_shapes("sd3_sol_rl_pickscore", "nvfp4", "b200", 1, "rollout.precision=fp32")
     (program,) = phases.programs("regenerate", phases.codes())
-    assert asked(lowered(program)) == {"HIGHEST"}
+    assert precisions(lowered(program)) == {"HIGHEST"}
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_iteration_explores_in_fp8_products_on_hopper(preset):
-    made, phases = of_shapes(preset, "fp8", "h200")
+    experiment, phases = of_shapes(preset, "fp8", "h200")
     (program,) = phases.programs("explore", phases.codes())
     explored = lowered(program)
     (regenerated,) = on_blackwell(preset)[1]["regenerate"]
     assert (products(explored, "f8E4M3FN"), products(regenerated, "f8E4M3FN")) == (
-        len(made.explorer.quantized),
+        len(experiment.explorer.quantized),
         0,
     )
     assert products(explored, "f8E4M3FN") == sum(

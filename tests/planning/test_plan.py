@@ -62,7 +62,9 @@ D = 3072
 S = 2432
 N = 2240
 Z = 3840
-BY_HAND = {  # parameters: of the base, quantized, of an adapter's rank (in + out of every target); bytes: encoders, vae, reward
+# parameters: of the base, quantized, of an adapter's rank (in + out of every target);
+# bytes: encoders, vae, reward
+BY_HAND = {
     "flux1_sol_rl_hpsv2": (
         11_901_408_320,
         19 * (8 * D**2 + 2 * 6 * D**2 + 4 * 4 * D**2)
@@ -119,7 +121,7 @@ def by_rule(mesh, tree):
 def test_parts_agree_with_a_count_by_hand(preset):
     """To 2 %: what is too small to be split, and scales of matrices, are not counted by hand."""
     base, quantized, rank, encoders, vae, reward = BY_HAND[preset]
-    wanted = {
+    expected = {
         "base": 2 * base,
         "quantized copy": 4.5 / 8 * quantized,
         "adapters": 3 * 4 * 32 * rank,
@@ -133,8 +135,8 @@ def test_parts_agree_with_a_count_by_hand(preset):
         planner = Planner(override(config, (f"mesh.fsdp={fsdp}",)), Devices(TARGETS["h100"], fsdp))
         planner.codes = by_rule(planner.phases.mesh, planner.codes)
         got = {name: bytes_per_device(arrays(tree)) for name, tree in planner.parts().items()}
-        assert got.keys() == {*wanted, "conditioning"}
-        for name, size in wanted.items():
+        assert got.keys() == {*expected, "conditioning"}
+        for name, size in expected.items():
             assert math.isclose(got[name], size / fsdp, rel_tol=0.02), name
 
 
@@ -275,9 +277,9 @@ def test_the_largest_of_several_sizes_is_planned_and_a_larger_evaluation():
     )
     assert sample.arguments[1][0].schedule.steps == planner.config.eval.num_steps
     assert {program.calls for program in (sample, decode, score)} == {0}
-    said = list(planning.assumptions(planner))
-    assert "every iteration has the largest of rollout.size" in said
-    assert "an evaluation, whose images are larger, takes no time of an iteration" in said
+    assumptions = list(planning.assumptions(planner))
+    assert "every iteration has the largest of rollout.size" in assumptions
+    assert "an evaluation, whose images are larger, takes no time of an iteration" in assumptions
 
 
 @pytest.mark.slow
@@ -290,16 +292,16 @@ def test_states_are_kept_for_an_objective_on_an_sdes_steps(family, recording):
     planner = Planner(
         resolve("tiny", ["objective=mix_grpo", f"family={family}"]), Devices(TARGETS["b200"], 2)
     )
-    made = {}
+    phase_states = {}
     for phase in ("explore", "regenerate"):
         if planner.phases.has(phase):
             (program,) = planner.phases.programs(phase, planner.codes)
             with jax.set_mesh(program.mesh):
-                made[phase] = program.function.eval_shape(*program.arguments)[1]
-    assert {phase for phase, states in made.items() if states is not None} == {recording}
+                phase_states[phase] = program.function.eval_shape(*program.arguments)[1]
+    assert {phase for phase, states in phase_states.items() if states is not None} == {recording}
     (update,) = planner.phases.programs("update", {})
     config = planner.config
-    states = made[recording].shape
+    states = phase_states[recording].shape
     assert update.arguments[4].states.shape == (
         config.train.num_prompts * config.rollout.kept,
         5,
@@ -378,8 +380,8 @@ def test_a_plan_explains_memory_to_the_byte(small):
     assert [phase["name"] for phase in summary["phases"]] == phases
     for phase, row in planning.rows(summary):
         m = row["memory"]
-        own = m["held"] + m["temporaries"] + m["outputs"] - m["aliased"] + m["code"]
-        assert m["peak"] == own + sum(m["resident"].values())
+        program_bytes = m["held"] + m["temporaries"] + m["outputs"] - m["aliased"] + m["code"]
+        assert m["peak"] == program_bytes + sum(m["resident"].values())
         assert m["arguments"] == m["held"] + m["repeated"] - m["unread"]
         assert min(m["temporaries"], m["outputs"], m["held"], m["repeated"]) >= 0
         elsewhere = set(m["resident"])
@@ -429,21 +431,22 @@ def test_a_plan_adds_seconds_up(small):
 def test_a_plan_is_shown_as_a_table_and_as_json(small):
     summary, _ = small
     assert json.loads(json.dumps(summary)) == summary
-    shown = planning.table(summary)
+    text = planning.table(summary)
     for phase, row in planning.rows(summary):
-        assert f"{phase}: {row['name']}, {row['calls']} calls of at least " in shown
-    assert all(line in shown for line in summary["assumptions"])
+        assert f"{phase}: {row['name']}, {row['calls']} calls of at least " in text
+    assert all(line in text for line in summary["assumptions"])
     large = planning.table(
         summary | {"fits": False, "too_large": {"update": planning.SETTINGS["update"]}}
     )
     assert (
-        "does not fit\n  update is too large; it takes less with model.gradient_checkpointing=blocks, optimizer.per_device_batch_size, mesh"
-        in large
+        "does not fit\n  update is too large; it takes less with "
+        "model.gradient_checkpointing=blocks, optimizer.per_device_batch_size, mesh" in large
     )
     assert summary["faster"] == {"explore": "rollout.explore.precision=auto"}  # NVFP4 on an H200
     assert re.search(
-        r"fits\n  explore leaves 13\d\.\d\d GB; it may be faster with rollout.explore.precision=auto\n",
-        shown,
+        r"fits\n  explore leaves 13\d\.\d\d GB; "
+        r"it may be faster with rollout.explore.precision=auto\n",
+        text,
     )
 
 

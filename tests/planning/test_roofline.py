@@ -17,15 +17,15 @@ def test_a_kernel_takes_the_longer_of_operations_and_memory():
     """The product's operations at FP8's peak, its operands at that of memory; slower memory leaves
     the first as it is.
     """
-    made = roofline(text("fp8-h200"), H200)
-    (kernel,) = [kernel for kernel in made.kernels if kernel.kind == "products"]
+    estimate = roofline(text("fp8-h200"), H200)
+    (kernel,) = [kernel for kernel in estimate.kernels if kernel.kind == "products"]
     computing = 3 * 2 * 128 * 256 * 256 / 1979e12
     moving = 3 * kernel.moved / 4.8e12
     assert computing < moving
-    assert made.kernel_seconds(kernel) == moving
-    assert made.peak_seconds(kernel) == computing
+    assert estimate.kernel_seconds(kernel) == moving
+    assert estimate.peak_seconds(kernel) == computing
     fast = dataclasses.replace(H200, peaks=dataclasses.replace(H200.peaks, memory=1e18))
-    assert dataclasses.replace(made, target=fast).kernel_seconds(kernel) == computing
+    assert dataclasses.replace(estimate, target=fast).kernel_seconds(kernel) == computing
 
 
 @pytest.mark.parametrize(
@@ -33,37 +33,38 @@ def test_a_kernel_takes_the_longer_of_operations_and_memory():
     [("nvfp4-b200", "b200"), ("attend-b200", "b200"), ("batched-tpu-v6e", "tpu-v6e")],
 )
 def test_seconds_are_split_into_what_they_go_into(name, device):
-    made = roofline(text(name), TARGETS[device])
-    split = made.split()
+    estimate = roofline(text(name), TARGETS[device])
+    split = estimate.split()
     by_hand = {
-        kind: sum(made.kernel_seconds(k) for k in made.kernels if k.kind == kind) for kind in split
+        kind: sum(estimate.kernel_seconds(k) for k in estimate.kernels if k.kind == kind)
+        for kind in split
     }
     assert split == pytest.approx(by_hand, rel=1e-12)  # sums round otherwise from Python 3.12 on
-    assert math.isclose(made.summary()["seconds"], sum(by_hand.values()))
+    assert math.isclose(estimate.summary()["seconds"], sum(by_hand.values()))
     assert split["links"] == 0
     assert bool(split["attention"]) == ("attend" in name)
 
 
-def linked(made: Roofline, link: float) -> Roofline:
+def linked(estimate: Roofline, link: float) -> Roofline:
     """The same on devices with such links."""
     return dataclasses.replace(
-        made, target=dataclasses.replace(H200, peaks=dataclasses.replace(H200.peaks, link=link))
+        estimate, target=dataclasses.replace(H200, peaks=dataclasses.replace(H200.peaks, link=link))
     )
 
 
 def test_messages_that_overlap_cost_what_computing_does_not_hide():
     """Those that kernels wait for cost all of their time."""
-    made = roofline(text("train-h200"), H200, on_host=8)
-    computing = sum(map(made.kernel_seconds, made.kernels))
+    estimate = roofline(text("train-h200"), H200, on_host=8)
+    computing = sum(map(estimate.kernel_seconds, estimate.kernels))
     bytes_waited_for = 5 * (
         2 * 512 * 512 / 4 / 2 + 2 * 8 * 512 * 3 / 4
     )  # a pair's half of weights, three quarters of rows
     bytes_hidden = 5 * (
         (1 + 2) * 2 * 512 * 512 / 4 / 2 + 2 * 2 * 8 * 512 * 3 / 4
     )  # a sum goes round twice
-    fast = linked(made, 100 * bytes_hidden / computing)
+    fast = linked(estimate, 100 * bytes_hidden / computing)
     assert math.isclose(fast.split()["links"], bytes_waited_for / fast.target.peaks.link)
-    slow = linked(made, bytes_hidden / computing / 100)
+    slow = linked(estimate, bytes_hidden / computing / 100)
     assert math.isclose(
         slow.split()["links"], bytes_waited_for / slow.target.peaks.link + 99 * computing
     )
@@ -89,6 +90,6 @@ def test_the_summary_is_json_and_names_the_largest_kernels():
     }
     largest = [row["seconds"] for row in summary["largest"]]
     assert largest == sorted(largest, reverse=True)
-    shown = table(summary)
-    assert "15 x __cublas$lt$matmul bf16" in shown
-    assert "10 x all-gather, synchronous: 0.000358 GB sent" in shown
+    output = table(summary)
+    assert "15 x __cublas$lt$matmul bf16" in output
+    assert "10 x all-gather, synchronous: 0.000358 GB sent" in output

@@ -83,14 +83,16 @@ def test_without_cudnn_attention_could_not_be_traced(monkeypatch, tmp_path):
 
 
 def plugin_alone(monkeypatch, folder):
-    """Installs JAX's plug-in and cuDNN, and empty folders for CUDA's other wheels and its toolkit."""
+    """Installs JAX's plug-in and cuDNN, and empty folders for CUDA's other wheels and its
+    toolkit.
+    """
     nvidia = SimpleNamespace(submodule_search_locations=[str(folder / "nvidia")])
-    found = {
+    specs = {
         "jax_cuda12_plugin": SimpleNamespace(),
         "nvidia": nvidia,
         "nvidia.cudnn": SimpleNamespace(),
     }
-    monkeypatch.setattr(importlib.util, "find_spec", found.get)
+    monkeypatch.setattr(importlib.util, "find_spec", specs.get)
     monkeypatch.setattr(topology, "TOOLKIT", folder)
     monkeypatch.setenv("PATH", "")
 
@@ -108,19 +110,22 @@ def plugin_alone(monkeypatch, folder):
             "tpu-v6e",
             8,
             64,
-            "hosts=64: expected a power of two, at most 256 chips in all, and at least 4 chips per host",
+            "hosts=64: expected a power of two, at most 256 chips in all, "
+            "and at least 4 chips per host",
         ),
         (
             "tpu-v5p",
             4,
             3,
-            "hosts=3: expected a power of two, at most 8192 chips in all, and at least 4 chips per host",
+            "hosts=3: expected a power of two, at most 8192 chips in all, "
+            "and at least 4 chips per host",
         ),
         (
             "tpu-v5e",
             1,
             2,
-            "hosts=2: expected a power of two, at most 256 chips in all, and at least 4 chips per host",
+            "hosts=2: expected a power of two, at most 256 chips in all, "
+            "and at least 4 chips per host",
         ),
     ],
 )
@@ -195,10 +200,10 @@ def test_devices_come_host_by_host_and_say_what_they_are(device, count, hosts):
     target = TARGETS[device]
     if not HERE[target.platform]:
         pytest.skip(f"no compiler for {device}: {topology.EXTRAS[target.platform]}")
-    found = topology.devices(target, count, hosts)
-    assert [one.process_index for one in found] == [i // count for i in range(count * hosts)]
-    assert {(one.platform, one.device_kind) for one in found} == {(target.platform, target.kind)}
-    mesh = jax.make_mesh((count * hosts,), ("x",), devices=found)
+    devices = topology.devices(target, count, hosts)
+    assert [one.process_index for one in devices] == [i // count for i in range(count * hosts)]
+    assert {(one.platform, one.device_kind) for one in devices} == {(target.platform, target.kind)}
+    mesh = jax.make_mesh((count * hosts,), ("x",), devices=devices)
     with jax.set_mesh(mesh):
         assert jax.sharding.get_abstract_mesh().abstract_device.platform == target.platform
 
@@ -235,11 +240,15 @@ def test_formats_are_native_where_there_are_units(device):
     target = TARGETS[device]
     capability = TARGETS[device].capability
 
-    def made(name):
+    def library_kernels(name):
         return count_library_kernels(
             kernels(parse(compiled(PROGRAMS[name]._replace(device=device)).as_text()))
         )
 
-    assert ("__cudnn$blockScaledDot f4e2m1fn" in made("nvfp4-b200")) == (capability >= (10, 0))
-    assert ("__cublas$lt$matmul$f8 f8e4m3fn" in made("fp8-h200")) == (capability >= (8, 9))
+    assert ("__cudnn$blockScaledDot f4e2m1fn" in library_kernels("nvfp4-b200")) == (
+        capability >= (10, 0)
+    )
+    assert ("__cublas$lt$matmul$f8 f8e4m3fn" in library_kernels("fp8-h200")) == (
+        capability >= (8, 9)
+    )
     assert target.platform == "gpu"

@@ -501,9 +501,9 @@ def test_what_a_device_runs_natively_and_what_auto_makes_of_it(device, auto, nat
     assert {name for name in QUANTIZING if FORMATS[name].is_native(device)} == native
     for name, form in FORMATS.items():
         assert resolve_format(name, device) is form
-        told = form.describe(device)
-        assert told.startswith(f"{name} (")
-        assert ("emulated" in told) == (name in QUANTIZING and name not in native)
+        description = form.describe(device)
+        assert description.startswith(f"{name} (")
+        assert ("emulated" in description) == (name in QUANTIZING and name not in native)
 
 
 @pytest.mark.parametrize(
@@ -526,11 +526,11 @@ def test_what_pictures_are_decoded_and_scored_in(name, precision, device, decodi
 
 
 def test_the_facts_of_a_device_are_jaxs():
-    def made(**facts):
+    def device_info(**facts):
         return DeviceInfo.from_jax(SimpleNamespace(platform="gpu", device_kind="x", **facts))
 
-    assert made(compute_capability="10.0").capability == (10, 0)
-    assert made(compute_capability="gfx942").capability == made().capability == (0, 0)
+    assert device_info(compute_capability="10.0").capability == (10, 0)
+    assert device_info(compute_capability="gfx942").capability == device_info().capability == (0, 0)
     assert DeviceInfo.from_jax(jax.devices()[0]).platform == "cpu"
 
 

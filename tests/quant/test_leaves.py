@@ -77,8 +77,8 @@ def test_zero_huge_and_subnormal_numbers_give_no_nan(kind, size):
         w = np.array(W)
         x[shape] *= np.float32(size)
         w[:, shape] *= np.float32(size)
-        for left, leaf in ((jnp.asarray(x), MAKE[kind](W)), (X, MAKE[kind](jnp.asarray(w)))):
-            got = np.asarray(product(left, leaf))
+        for operand, leaf in ((jnp.asarray(x), MAKE[kind](W)), (X, MAKE[kind](jnp.asarray(w)))):
+            got = np.asarray(product(operand, leaf))
             matrix = np.asarray(dequantize(leaf))
             assert np.isfinite(got).all()
             assert np.isfinite(matrix).all()
@@ -128,8 +128,8 @@ def test_placed_on_a_mesh_it_is_the_same_leaf_in_parts(kind):
     )
     placed = jax.device_put(leaf, placements)
     chex.assert_trees_all_equal(jax.device_get(placed), jax.device_get(leaf))
-    held = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(placed))
-    assert held < 0.5 * leaf.nbytes
+    device_bytes = sum(array.addressable_shards[0].data.nbytes for array in jax.tree.leaves(placed))
+    assert device_bytes < 0.5 * leaf.nbytes
     of_parameters = parameter_sharding(mesh, {"kernel": leaf})["kernel"]
 
     def large(tree):

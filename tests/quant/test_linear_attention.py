@@ -88,9 +88,9 @@ def test_the_kernel_is_its_twin_to_half_a_unit_of_bf16(shape, on_gpu):
     assert ours.dtype == jnp.bfloat16
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_target, "platform", lambda: "cpu")
-        wanted = np.asarray(jit(lambda arrays: by_reference(heads, pending(arrays)))(arrays))
-    assert np.abs(wanted).max() > 0.2
-    np.testing.assert_allclose(np.asarray(ours, np.float32), wanted, rtol=2**-8 + 1e-5, atol=1e-6)
+        expected = np.asarray(jit(lambda arrays: by_reference(heads, pending(arrays)))(arrays))
+    assert np.abs(expected).max() > 0.2
+    np.testing.assert_allclose(np.asarray(ours, np.float32), expected, rtol=2**-8 + 1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -114,8 +114,8 @@ def test_so_is_the_gradient(name, on_gpu):
     ours = pulled(lambda inputs: module.linear_attention(*inputs, heads), *products)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_target, "platform", lambda: "cpu")
-        wanted = pulled(partial(by_reference, heads), *(y.astype(jnp.float32) for y in products))
-    for got, want in zip(ours, wanted, strict=True):
+        expected = pulled(partial(by_reference, heads), *(y.astype(jnp.float32) for y in products))
+    for got, want in zip(ours, expected, strict=True):
         assert got.dtype == jnp.bfloat16
         size = np.abs(want).max()
         assert size > 1e-3
@@ -161,9 +161,9 @@ def test_mixed_sums_are_their_twin_and_so_are_the_gradients(name, on_gpu):
         return lambda *arrays: (f(*arrays), *jax.vjp(f, *arrays)[1](g))
 
     ours = jit(both(attend, g))(*arrays)
-    wanted = in_float32(both(plain, g.astype(jnp.float32)), *arrays)
+    expected = in_float32(both(plain, g.astype(jnp.float32)), *arrays)
     for got, want, dtype in zip(
-        ours, wanted, [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 3], strict=True
+        ours, expected, [jnp.bfloat16, jnp.float32, *[jnp.bfloat16] * 3], strict=True
     ):
         assert got.dtype == dtype
         size = np.abs(want).max()
@@ -186,12 +186,12 @@ def test_mixed_sums_are_their_twin_where_numbers_are_hard(hard, on_gpu):
     ours = np.asarray(jit(attend)(m, q, k, v), np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compile_target, "platform", lambda: "cpu")
-        wanted = np.asarray(jit(plain)(m, q, k, v), np.float32)
-    assert (np.isfinite(ours) != np.isfinite(wanted)).mean() < 0.005
-    there = np.isfinite(ours) & np.isfinite(wanted)
-    assert there.mean() > 0.5
+        expected = np.asarray(jit(plain)(m, q, k, v), np.float32)
+    assert (np.isfinite(ours) != np.isfinite(expected)).mean() < 0.005
+    mask = np.isfinite(ours) & np.isfinite(expected)
+    assert mask.mean() > 0.5
     np.testing.assert_allclose(
-        ours[there], wanted[there], rtol=2**-7, atol=1e-5 * np.abs(wanted[there]).max(initial=0)
+        ours[mask], expected[mask], rtol=2**-7, atol=1e-5 * np.abs(expected[mask]).max(initial=0)
     )
 
 
@@ -233,11 +233,11 @@ def test_rows_are_divided_over_devices_and_so_are_those_that_vmap_maps(blocks, o
     arrays = [one[0] for one in operands(4, 5, 2, 16)]
     m = jnp.asarray(np.random.default_rng(1).uniform(size=(5, 5)))
 
-    def given(m):
+    def mixing(m):
         return () if blocks is None else (blocks, m)
 
     def attend(m, *arrays):
-        return module.linear_attention(*pending([(y,) for y in arrays], True), 2, *given(m))
+        return module.linear_attention(*pending([(y,) for y in arrays], True), 2, *mixing(m))
 
     def pulled(*arrays):
         return jax.vjp(attend, m, *arrays)[1](arrays[0][..., :-7])

@@ -86,9 +86,9 @@ def last_frame(inputs="images"):
 @pytest.mark.parametrize("inputs", ["images", "both"])
 def test_a_reward_of_clips_gets_whole_ones(inputs):
     reward = last_frame(inputs)
-    given = reward.select_inputs(jnp.asarray(CLIPS), jnp.asarray(LATENTS))
+    selection = reward.select_inputs(jnp.asarray(CLIPS), jnp.asarray(LATENTS))
     index = jnp.array([1, 0])
-    got = score_images(reward, None, given, np.array([10.0, 20.0]), index)["reward"]
+    got = score_images(reward, None, selection, np.array([10.0, 20.0]), index)["reward"]
     latents = LATENTS.mean((1, 2, 3, 4)) if inputs == "both" else 0
     want = CLIPS[:, -1].mean((1, 2, 3)) + np.array([20, 10]) + latents
     np.testing.assert_allclose(got, want, rtol=1e-6)
@@ -127,7 +127,9 @@ def test_a_sum_gives_each_reward_what_it_reads():
 
 
 def test_a_reward_without_weight_does_not_break_the_sum():
-    """Its scores are only recorded, so NaN in a frame that no other reward reads leaves the sum finite."""
+    """Its scores are only recorded, so NaN in a frame that no other reward reads leaves the sum
+    finite.
+    """
     parts = {"last": last_frame(), "frames": brightness()}
     summed = mixture({"frames": 2.0}, parts, None)
     clips = CLIPS.copy()

@@ -145,8 +145,8 @@ CASES = {
 
 def from_the_table(images):
     """A detector for pictures whose pixels all have the number of a case."""
-    found = [case[2] for case in CASES.values()]
-    return [found[round(float(image.mean()))] for image in images]
+    detections = [case[2] for case in CASES.values()]
+    return [detections[round(float(image.mean()))] for image in images]
 
 
 def one_list(images):
@@ -155,8 +155,8 @@ def one_list(images):
 
 def test_hand_made_pictures_score_as_the_rule_says():
     images = np.stack([np.full((4, 4, 3), i, np.float32) for i in range(len(CASES))])
-    asked = [{"tag": tag, "include": include} for tag, include, *_ in CASES.values()]
-    scores = geneval(images, list(CASES), asked, detector=f"{HERE}:from_the_table")
+    metadata = [{"tag": tag, "include": include} for tag, include, *_ in CASES.values()]
+    scores = geneval(images, list(CASES), metadata, detector=f"{HERE}:from_the_table")
     assert {name: values.dtype for name, values in scores.items()} == {
         "reward": np.float32,
         "strict": np.float32,
@@ -229,7 +229,7 @@ def rendered(drawn, seed=0):
     return np.stack([drawing.render(scene, rng) for scene in drawn]).astype(np.float32) / 255
 
 
-def written(scene):
+def scene_line(scene):
     """The line for a scene, by the script that made the sets."""
     return LINE(scene)
 
@@ -274,20 +274,20 @@ def one_word_changed(scene, rng):
 
 @pytest.mark.exhaustive
 def test_right_pictures_of_the_embedded_sets_pass_and_those_of_a_word_changed_do_not():
-    asked = lines("train") + lines("test")
-    assert len({line["prompt"] for line in asked}) == len(asked) == 282
-    drawn = [scenes.parse(line["prompt"]) for line in asked]
-    assert [written(scene) for scene in drawn] == asked
+    entries = lines("train") + lines("test")
+    assert len({line["prompt"] for line in entries}) == len(entries) == 282
+    drawn = [scenes.parse(line["prompt"]) for line in entries]
+    assert [scene_line(scene) for scene in drawn] == entries
     images = rendered(drawn)
-    prompts = [line["prompt"] for line in asked]
-    right = geneval(images, prompts, asked)
+    prompts = [line["prompt"] for line in entries]
+    right = geneval(images, prompts, entries)
     strict = np.asarray(verifier.verify(images, verifier.parse_targets(prompts)).strict)
     np.testing.assert_array_equal(right["strict"], strict)
     np.testing.assert_array_equal(right["strict"], 1)
     np.testing.assert_array_equal(right["reward"], 1)
 
     rng = np.random.default_rng(1)
-    wrong = [written(one_word_changed(scene, rng)) for scene in drawn]
+    wrong = [scene_line(one_word_changed(scene, rng)) for scene in drawn]
     scores = geneval(images, [line["prompt"] for line in wrong], wrong)
     np.testing.assert_array_equal(scores["strict"], 0)
     assert scores["reward"].max() < 1
@@ -311,12 +311,12 @@ def test_the_verifier_says_where_things_are(side):
     unit = side // 32
     image[4 * unit : 10 * unit, 18 * unit : 24 * unit] = scenes.PALETTE["green"]
     image[14 * unit : 25 * unit, 3 * unit : 14 * unit] = scenes.PALETTE["purple"]
-    (found,) = detect_shapes(image[None] / 255)
-    assert [(d.name, d.color, d.confidence) for d in found] == [
+    (detections,) = detect_shapes(image[None] / 255)
+    assert [(d.name, d.color, d.confidence) for d in detections] == [
         *(("square", "purple", 1), ("large square", "purple", 1)),
         *(("square", "green", 1), ("small square", "green", 1)),
     ]
-    for detection, box in zip(found[::2], [(3, 14, 14, 25), (18, 4, 24, 10)], strict=True):
+    for detection, box in zip(detections[::2], [(3, 14, 14, 25), (18, 4, 24, 10)], strict=True):
         np.testing.assert_allclose(detection.box, np.multiply(box, unit), atol=0.3 * unit)
 
 

@@ -119,8 +119,8 @@ def test_workers_leave_accelerators_and_results_alone(monkeypatch, capfd):
     got, _ = scores([reward("where")], workers)
     host.shared_workers(*workers).close()
     np.testing.assert_array_equal(got["some"], 1)
-    said = capfd.readouterr()
-    assert (said.out, "here" in said.err) == ("", True)
+    output = capfd.readouterr()
+    assert (output.out, "here" in output.err) == ("", True)
 
 
 def told_of(how):
@@ -135,8 +135,8 @@ def test_a_failure_costs_a_score(how, capsys):
     np.testing.assert_array_equal(np.isnan(got["some"]), np.arange(7) < 2)
     assert np.isfinite(got["other"]).all()
     assert failed == {"some": 2, "other": 0}
-    said = f"skipped 2 of 7 images, which have no score: {told_of(how)}\n"
-    assert re.fullmatch(said, capsys.readouterr().err)
+    message = f"skipped 2 of 7 images, which have no score: {told_of(how)}\n"
+    assert re.fullmatch(message, capsys.readouterr().err)
 
 
 @pytest.mark.slow
@@ -280,11 +280,11 @@ def test_scoring_a_chunk_overlaps_making_the_next(built, tmp_path):
         built.train_prompts[:1],
         built.config.model.max_sequence_length,
     )
-    made = []
+    chunks = []
 
     def progress(rows):
-        made.append(rows)
-        if len(made) == 3:  # the third chunk is on its way, so the second is made
+        chunks.append(rows)
+        if len(chunks) == 3:  # the third chunk is on its way, so the second is made
             file.touch()
 
     sampler = built.sampler("some", fresh_state(built).adapters, 3)
@@ -380,12 +380,12 @@ class Breaking(TerminalProgress):
         super().__init__(bars=False)
         self.file = file
         self.breaks = phase
-        self.left = at
+        self.remaining = at
 
     def phase(self, name: str, rows: int, done: int) -> None:
         if (name, done) == (self.breaks, 0):
-            self.left -= 1
-            if self.left == 0:
+            self.remaining -= 1
+            if self.remaining == 0:
                 self.file.touch()
         super().phase(name, rows, done)
 
@@ -413,11 +413,11 @@ def test_a_reward_that_fails_stops_the_run_which_then_goes_on(tmp_path, capsys):
 
     run("never", 1)
     (tmp_path / "run").rename(tmp_path / "whole")
-    for phase, at, done in (("explore", 2, 1), ("evaluate", 1, 2)):
+    for phase, at, completed in (("explore", 2, 1), ("evaluate", 1, 2)):
         with pytest.raises(RewardError, match=r"ValueError: no such thing \(prompt 'a"):
             run(phase, at)
         assert (
-            f"failed: saved after iteration {done}; the same command continues from there"
+            f"failed: saved after iteration {completed}; the same command continues from there"
             in capsys.readouterr().err
         )
     last = tmp_path / "run" / "checkpoints" / "000002"
@@ -467,6 +467,6 @@ def test_a_run_says_once_that_equal_rewards_teach_nothing(tmp_path, capsys):
     with TerminalProgress(bars=False) as progress:
         trainer.run(toy_config(tmp_path / "run", *overrides), progress)
     lines = capsys.readouterr().err.splitlines()
-    said = [line for line in lines if "all rewards of each prompt are equal" in line]
-    assert len(said) == 1
-    assert said[0].startswith("iteration 1: ")
+    messages = [line for line in lines if "all rewards of each prompt are equal" in line]
+    assert len(messages) == 1
+    assert messages[0].startswith("iteration 1: ")

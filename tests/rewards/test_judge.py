@@ -115,7 +115,8 @@ def test_json_is_the_mean_of_the_criteria():
 @pytest.mark.parametrize(
     "text",
     ["", "good", "{", '{"a": 1}', '{"a": "1", "b": 1}', '{"a": true, "b": 1}', '{"a": 11, "b": 1}',
-     '{"a": NaN, "b": 1}', "[1, 2]", "3", '{"a": 1, "a": 2, "b": 1}', "[" * 10**5, '{"a": 1e999, "b": 1}'],
+     '{"a": NaN, "b": 1}', "[1, 2]", "3", '{"a": 1, "a": 2, "b": 1}', "[" * 10**5,
+     '{"a": 1e999, "b": 1}'],
 )  # fmt: skip
 def test_other_json_is_no_score(text):
     with pytest.raises(
@@ -431,7 +432,10 @@ HOSTILE = {  # what an endpoint answers, and a part of the message
     "no HTTP": (no_http, "no answer"),
     "busy": (sends({"error": {"message": "slow down"}}, 429), "status 429 (slow down)"),
     "busy for a day": (sends("", 429, Retry_After="86400"), "status 429"),
-    "broken": (sends("<html>\nInternal\tError</html>", 500), "status 500 (<html> Internal Error</html>)"),
+    "broken": (
+        sends("<html>\nInternal\tError</html>", 500),
+        "status 500 (<html> Internal Error</html>)",
+    ),
     "a control character": (sends(b"\x1b[2J\x00", 503), r"status 503 (\x1b[2J\x00)"),
     "an error as text": (sends({"error": "model not found"}, 404), "status 404 (model not found)"),
     "a list as an error": (sends(["x"], 404), 'status 404 (["x"])'),
@@ -471,9 +475,9 @@ def test_a_hostile_answer_is_one_line_in_time_and_loses_nothing(server, case, mo
     # The other image has its score, and it is in the cache.
     assert failure.value.scores["reward"][0] == 0
     assert np.isnan(failure.value.scores["reward"][1])
-    asked = len(server.bodies)
+    num_requests = len(server.bodies)
     assert ask(server, "mixed", pictures=pictures[:1])["reward"] == 0
-    assert len(server.bodies) == asked
+    assert len(server.bodies) == num_requests
     assert usage.pop_counts()["failures"] == 1
 
 
@@ -529,12 +533,14 @@ def test_support_is_described_in_words_and_numbers(changes, words):
     assert words in describe(Support(**fields | changes))
 
 
-@pytest.mark.parametrize(("sent", "fingerprint"), [("fp_1", "fp_1"), ({"a": 1}, None), (3, None)])
+@pytest.mark.parametrize(
+    ("system_fingerprint", "fingerprint"), [("fp_1", "fp_1"), ({"a": 1}, None), (3, None)]
+)
 def test_a_probe_closes_its_connection_and_reads_a_fingerprint_that_is_text(
-    server, sent, fingerprint
+    server, system_fingerprint, fingerprint
 ):
     server.answers["marked"] = lambda handler, body: reply(
-        handler, {**yes(body), "system_fingerprint": sent}
+        handler, {**yes(body), "system_fingerprint": system_fingerprint}
     )
     options = {"base_url": server.url, "model": "marked"}
     gc.collect()  # the services of other tests, which stay open
@@ -547,16 +553,16 @@ def test_a_probe_closes_its_connection_and_reads_a_fingerprint_that_is_text(
 
 
 def test_a_server_that_breaks_is_asked_once_whatever_its_message_says(server):
-    asked = []
+    requests = []
 
     def breaks(handler, body):
-        asked.append(body)
+        requests.append(body)
         reply(handler, {"error": {"message": "upstream answered status 400"}}, 500)
 
     server.answers["breaks"] = breaks
     with pytest.raises(ScoringFailure, match=r"^status 500"):
         probe(open_judge("judge", {"base_url": server.url, "model": "breaks"}))
-    assert len(asked) == 1
+    assert len(requests) == 1
 
 
 # In worker processes.
@@ -589,10 +595,10 @@ def test_workers_report_what_a_judge_costs_and_skip_one_image_alone(server, caps
         assert attempt.usage["judge/requests"] == 5
         assert attempt.usage["judge/prompt_tokens"] == 400
         assert attempt.usage["judge/seconds_waited"] > 0
-        said = capsys.readouterr().err.strip().splitlines()
-        assert len(said) == 1
-        assert "skipped 1 of 5 images" in said[0]
-        assert "status 500 (no) (1 of 5 requests failed)" in said[0]
+        lines = capsys.readouterr().err.strip().splitlines()
+        assert len(lines) == 1
+        assert "skipped 1 of 5 images" in lines[0]
+        assert "status 500 (no) (1 of 5 requests failed)" in lines[0]
         server.bodies.clear()
         with pytest.raises(RewardError, match=r"reward 'judge': status 500 \(no\)"):
             run(server, "wrong once", skip=False)

@@ -39,7 +39,9 @@ def server():
 
 
 def judged(run_dir, url, cache, model, *overrides):
-    """The configuration of a run of a toy with a judge, or of `tiny` with a judge that is served."""
+    """The configuration of a run of a toy with a judge, or of `tiny` with a judge that is
+    served.
+    """
     options = f"{{base_url: '{url}', model: '{model}', cache: '{cache}'"
     served = os.sep in model
     if served:  # the model with random weights answers with three digits
@@ -178,7 +180,7 @@ def test_a_run_resumes_from_the_cache_with_transformers_serve(tmp_path):
 @pytest.mark.usefixtures("toy_model")
 def test_a_pairwise_judge_scores_win_rates(server, tmp_path):
     """Both orders are asked, so what the judge prefers about a position cancels."""
-    asked = len(server.bodies)
+    offset = len(server.bodies)
     overrides = (
         "reward.options.judge.prompt=preference",
         "reward.group_size=4",
@@ -202,9 +204,9 @@ def test_a_pairwise_judge_scores_win_rates(server, tmp_path):
     )
     row = metrics.read(tmp_path / "run")[-1]
     # 4 * 3 pairs for each of 2 * 2 groups of candidates and 2 groups of kept samples.
-    made = row["reward_cost/judge/requests"] + row.get("reward_cost/judge/cached", 0)
-    assert made == 12 * 6
-    body = server.bodies[asked]["messages"][0]["content"]
+    num_answers = row["reward_cost/judge/requests"] + row.get("reward_cost/judge/cached", 0)
+    assert num_answers == 12 * 6
+    body = server.bodies[offset]["messages"][0]["content"]
     assert [part.get("text") for part in body[:4]] == ["Image A:", None, "Image B:", None]
 
 
@@ -272,10 +274,22 @@ def test_a_second_judge_may_see_small_images(server, tmp_path):
     ("overrides", "error", "message"),
     [
         (("rollout.explore.reward={}",), ConfigError, "must not be empty"),
-        (("rollout.explore.reward={nonsense: 1}",), InputError, "rollout.explore.reward: unknown reward"),
-        (("rollout.explore.reward={shapes/nonsense: 1}",), InputError, "rollout.explore.reward: unknown score"),
         (
-            ("rollout.explore.reward={shapes: 1}", "rollout.regenerate=false", "rollout.explore.num_steps=3"),
+            ("rollout.explore.reward={nonsense: 1}",),
+            InputError,
+            "rollout.explore.reward: unknown reward",
+        ),
+        (
+            ("rollout.explore.reward={shapes/nonsense: 1}",),
+            InputError,
+            "rollout.explore.reward: unknown score",
+        ),
+        (
+            (
+                "rollout.explore.reward={shapes: 1}",
+                "rollout.regenerate=false",
+                "rollout.explore.num_steps=3",
+            ),
             ConfigError,
             "must be null with rollout.regenerate=false",
         ),
@@ -284,7 +298,11 @@ def test_a_second_judge_may_see_small_images(server, tmp_path):
             ConfigError,
             "must be null with rollout.explore.min_rank_correlation",
         ),
-        (("rollout.explore.reward={'http://u:secret@a/': 1}",), ConfigError, "no user name, password"),
+        (
+            ("rollout.explore.reward={'http://u:secret@a/': 1}",),
+            ConfigError,
+            "no user name, password",
+        ),
     ],
 )  # fmt: skip
 def test_a_reward_of_exploration_that_does_not_fit_is_one_line(overrides, error, message, tmp_path):
@@ -310,10 +328,10 @@ def test_doctor_says_what_an_endpoint_supports(server):
     assert code == 0, lines
     assert lines[0].startswith(f"judge      {server.url} answers 'Yes' in ")
     assert lines[0].endswith("images yes, log-probabilities 3, seed accepted, fingerprint no")
-    asked = len(server.bodies)
+    num_requests = len(server.bodies)
     _, lines = doctor(server.url, "rubric", "reward.options.judge.prompt=rubric")
     assert "log-probabilities no, schema yes" in lines[0]
-    assert len(server.bodies) == asked + 1
+    assert len(server.bodies) == num_requests + 1
 
 
 @pytest.mark.slow

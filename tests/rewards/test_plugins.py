@@ -44,8 +44,8 @@ def opened(weights, **settings):
 def test_a_function_outside_jax_and_its_options():
     names = {"tests.outside:mean": 1.0, "tests.outside:several/green": 2.0, "geneval/strict": 1.0}
     host = opened(names, options={"tests.outside:mean": {"scale": 2.0}}).trained.host
-    found = {r.name: (r.target, dict(r.options), r.others) for r in host.rewards}
-    assert found == {
+    rewards = {r.name: (r.target, dict(r.options), r.others) for r in host.rewards}
+    assert rewards == {
         "tests.outside:mean": ("tests.outside:mean", {"scale": 2.0}, ()),
         "tests.outside:several": ("tests.outside:several", {}, ("green",)),
         "geneval": ("solrl_jax.rewards.geneval:geneval", {}, ("strict",)),
@@ -107,7 +107,7 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (
             dict(weights={"nowhere.at:all": 1.0}),
@@ -177,8 +177,8 @@ def test_a_package_names_rewards_by_entry_points_and_a_folder_by_its_modules(tmp
         ),
     ],
 )
-def test_what_does_not_fit_is_one_line(settings, said):
-    with pytest.raises(InputError, match=re.escape(said)) as error:
+def test_what_does_not_fit_is_one_line(settings, message):
+    with pytest.raises(InputError, match=re.escape(message)) as error:
         opened(**settings)
     assert "\n" not in str(error.value)
 
@@ -216,8 +216,8 @@ def test_what_a_reward_inside_jax_prints_is_no_result_and_it_goes_nowhere(
     score_images(
         reward, reward.params, jnp.asarray(PICTURES), reward.prepare(PROMPTS), jnp.arange(5)
     )
-    said = capsys.readouterr()
-    assert (said.out, said.err.split()) == (
+    output = capsys.readouterr()
+    assert (output.out, output.err.split()) == (
         "",
         ["imported", "made", "checked", "prepared", "traced"],
     )
@@ -252,7 +252,7 @@ def test_a_plugin_is_chosen_as_a_reward_and_survives_the_file(name):
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         (
             "reward.eval_only=[shapes]",
@@ -267,8 +267,8 @@ def test_a_plugin_is_chosen_as_a_reward_and_survives_the_file(name):
         ("reward.on_failure=stay", "reward.on_failure='stay': expected 'stop' or 'skip'"),
     ],
 )
-def test_settings_that_cannot_be_are_named(key, said):
-    with pytest.raises(ConfigError, match=re.escape(said)):
+def test_settings_that_cannot_be_are_named(key, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
         resolve("tiny", [key])
 
 

@@ -122,10 +122,10 @@ def test_a_reward_equals_its_reference(name, scored, files):
 
 
 def test_the_prompt_has_a_say_in_all_but_one(scored, everything):
-    images, own = scored
+    images, scores = scored
     other = score(everything, images, np.roll(np.arange(COUNT), 1))
     for name in NAMES:
-        moved = np.abs(other[name] - own[name]) / np.abs(own[name]).max()
+        moved = np.abs(other[name] - scores[name]) / np.abs(scores[name]).max()
         assert (moved > 10 * TOLERANCE).sum() >= (0 if name == "aesthetic" else COUNT - 1), (
             name
         )  # one may be a coincidence
@@ -224,7 +224,7 @@ def refusal(name, paths):
 
 def test_a_missing_file_is_one_message(files, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    said = refusal("hpsv2", {})
+    message = refusal("hpsv2", {})
     for part in (
         "reward 'hpsv2': weights/HPS_v2.1_compressed.safetensors: no such file",
         "https://huggingface.co/xswu/HPSv2",
@@ -232,7 +232,7 @@ def test_a_missing_file_is_one_message(files, tmp_path, monkeypatch):
         "convert it to weights/HPS_v2.1_compressed.safetensors",
         "reward.paths.hpsv2=",
     ):
-        assert part in said
+        assert part in message
     assert f"{tmp_path}/ImageReward.safetensors: no such file" in refusal(
         "imagereward", {"imagereward": str(tmp_path)}
     )
@@ -244,12 +244,12 @@ def test_a_missing_file_is_one_message(files, tmp_path, monkeypatch):
 
 
 def test_what_the_hub_does_not_give_is_one_message(files, tmp_path):
-    said = refusal("pickscore", {})
+    message = refusal("pickscore", {})
     assert (
         "reward 'pickscore': yuvalkirstain/PickScore_v1: config.json, model.safetensors cannot be "
-        "downloaded from the Hub" in said
+        "downloaded from the Hub" in message
     )
-    assert "reward.paths.pickscore=DIRECTORY" in said
+    assert "reward.paths.pickscore=DIRECTORY" in message
     assert "pickscore/tokenizer" in refusal("pickscore", {"pickscore": files[0]["pickscore"]})
     assert "no tokenizer_config.json, tokenizer.json" in refusal(
         "clipscore", {"clipscore": files[0]["pickscore"]}
@@ -272,20 +272,24 @@ def test_tensors_that_do_not_fit_are_all_listed(name, files, tmp_path):
         "imagereward": paths["imagereward"],
     }[name]
     tensors = load_file(file)
-    lost, misshapen = {
+    missing_key, misshapen = {
         "hpsv2": ("visual.transformer.resblocks.1.attn.in_proj_weight", "text_projection"),
         "imagereward": (
             "blip.text_encoder.encoder.layer.1.crossattention.self.key.weight",
             "blip.visual_encoder.pos_embed",
         ),
     }[name]
-    del tensors[lost]
+    del tensors[missing_key]
     tensors |= {misshapen: tensors[misshapen][:, :-1].contiguous(), "extra.weight": torch.ones(2)}
     save_file(tensors, tmp_path / "other.safetensors")
-    said = refusal(name, paths | {name: str(tmp_path / "other.safetensors")})
-    assert "3 tensor(s) do not fit" in said
-    for part in (f"missing {lost}", f"{misshapen} has shape", "unexpected extra.weight (2,)"):
-        assert part in said
+    message = refusal(name, paths | {name: str(tmp_path / "other.safetensors")})
+    assert "3 tensor(s) do not fit" in message
+    for part in (
+        f"missing {missing_key}",
+        f"{misshapen} has shape",
+        "unexpected extra.weight (2,)",
+    ):
+        assert part in message
 
 
 def test_unknown_names_of_paths_are_refused():

@@ -95,9 +95,9 @@ def test_the_gradient_of_tiny_clip_equals_that_of_transformers(pictures):
 
 @pytest.mark.slow
 def test_tiny_clip_prefers_the_caption_to_another(pictures):
-    own = scores({"tiny-clip": 1.0}, pictures, np.arange(4))["reward"]
+    right_scores = scores({"tiny-clip": 1.0}, pictures, np.arange(4))["reward"]
     other = scores({"tiny-clip": 1.0}, pictures, (np.arange(4) + 1) % 4)["reward"]
-    assert (own > other + 0.05).all()
+    assert (right_scores > other + 0.05).all()
 
 
 @pytest.mark.slow
@@ -137,8 +137,10 @@ def test_any_score_of_a_reward_may_be_trained_on(pictures):
 def test_a_picture_that_is_not_finite_has_no_score(weights, value, pictures):
     damaged = pictures.copy()
     damaged[2, 5, 7, 1] = value
-    found, sound = (scores(weights, images, np.arange(4)) for images in (damaged, pictures))
-    for name, values in found.items():
+    damaged_scores, sound = (
+        scores(weights, images, np.arange(4)) for images in (damaged, pictures)
+    )
+    for name, values in damaged_scores.items():
         assert np.isnan(values[2]), name
         np.testing.assert_array_equal(np.delete(values, 2), np.delete(sound[name], 2))
 
@@ -188,7 +190,7 @@ def test_a_set_of_prompts_that_can_be_scored_passes(weights, set_name):
 
 
 @pytest.mark.parametrize(
-    ("name", "good", "bad", "said"),
+    ("name", "good", "bad", "reason"),
     [
         (
             "shapes",
@@ -218,7 +220,7 @@ def test_a_set_of_prompts_that_can_be_scored_passes(weights, set_name):
         ("tests.outside:checked_in_jax", Prompt("green"), Prompt("a red dog"), "KeyError: 'red'"),
     ],
 )
-def test_a_prompt_that_a_reward_cannot_score_is_found_wherever_it_is(name, good, bad, said):
+def test_a_prompt_that_a_reward_cannot_score_is_found_wherever_it_is(name, good, bad, reason):
     """The message names the field, the reward, the first such prompt and how many there are."""
     reward = make_reward({name: 1.0, "tiny-clip": 1.0})
     check_prompts(reward, [good, good], "prompts.test")
@@ -226,7 +228,7 @@ def test_a_prompt_that_a_reward_cannot_score_is_found_wherever_it_is(name, good,
         check_prompts(reward, [good, good, bad, good, Prompt("another red dog")], "prompts.test")
     message = str(error.value)
     assert message.startswith("prompts.test: ")
-    assert f"reward '{name}': {said}" in message
+    assert f"reward '{name}': {reason}" in message
     assert message.count("'a red dog'") == 1
     assert message.endswith(" (2 of 5 prompts cannot be scored)")
     assert "\n" not in message

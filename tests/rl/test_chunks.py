@@ -24,7 +24,7 @@ def test_from_this_chunk_on_a_candidate_does_not_depend_on_it(model, phase):
     old = jax.tree.map(lambda x: x + 0.01, fresh_state(experiment).old)
     explorer = experiment.explorer
     prompts = experiment.train_prompts[:2]
-    made = (
+    sampler = (
         explorer.sampler(old, explorer.settings[0])
         if phase == "explore"
         else experiment.sampler(phase, old, 10)
@@ -35,7 +35,7 @@ def test_from_this_chunk_on_a_candidate_does_not_depend_on_it(model, phase):
     def run(chunk):
         return generate(
             experiment.backbone,
-            dataclasses.replace(made, samples_per_device=chunk),
+            dataclasses.replace(sampler, samples_per_device=chunk),
             prompted,
             rows,
             experiment.reward,

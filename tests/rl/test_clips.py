@@ -90,15 +90,15 @@ def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, p
     assert samples.images.shape == (4, FRAMES, 16, 8, 3)
     assert np.ptp(samples.images, axis=1).max() > 0.1  # it moves
     sampled = samples.images[:, places].reshape(-1, 16, 8, 3)
-    wanted = {"redness": redness(sampled), HOST: sampled[..., 0].mean((1, 2))}
-    wanted = {name: scores.reshape(4, frames).mean(1) for name, scores in wanted.items()}
-    wanted["spread"] = np.ptp(samples.images, axis=1).max((1, 2, 3))
-    wanted[MOTION] = (samples.images[:, -1] - samples.images[:, 0])[..., 0].mean((1, 2))
-    for name, scores in wanted.items():
+    expected = {"redness": redness(sampled), HOST: sampled[..., 0].mean((1, 2))}
+    expected = {name: scores.reshape(4, frames).mean(1) for name, scores in expected.items()}
+    expected["spread"] = np.ptp(samples.images, axis=1).max((1, 2, 3))
+    expected[MOTION] = (samples.images[:, -1] - samples.images[:, 0])[..., 0].mean((1, 2))
+    for name, scores in expected.items():
         np.testing.assert_allclose(samples.scores[name], scores, atol=1e-5)
         assert np.ptp(scores) > 1e-3
     assert samples.failed == {HOST: 0, MOTION: 0}
-    total = 2 * wanted["redness"] + wanted[HOST] - wanted["spread"] + 3 * wanted[MOTION]
+    total = 2 * expected["redness"] + expected[HOST] - expected["spread"] + 3 * expected[MOTION]
     np.testing.assert_allclose(samples.reward, total, atol=1e-5)
 
     grid = evaluate.ImageGrid.from_samples(prompts, samples)

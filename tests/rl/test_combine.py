@@ -147,7 +147,8 @@ def test_a_sum_is_the_reward_itself():
 def test_one_score_is_refused():
     with pytest.raises(
         ConfigError,
-        match=r"^reward.combine='advantages': must be sum with one score in reward.weights \(shapes\)",
+        match=r"^reward.combine='advantages': must be sum with one score in reward.weights "
+        r"\(shapes\)",
     ):
         small_config("unused", "reward.combine=advantages")
 

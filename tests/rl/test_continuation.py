@@ -92,8 +92,8 @@ def test_continued_samples_are_those_from_noise_to_the_bit(
     for name, column in whole_ledger.items():
         np.testing.assert_array_equal(ledger[name], column, err_msg=name)
     assert np.ptp(ledger["regenerated_reward"].compressed()) > 1e-3
-    for got, wanted in zip(jax.tree.leaves(batch), jax.tree.leaves(from_noise), strict=True):
-        np.testing.assert_array_equal(got, wanted)
+    for got, expected in zip(jax.tree.leaves(batch), jax.tree.leaves(from_noise), strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.slow
@@ -127,7 +127,7 @@ def test_continued_steps_are_the_first_ones_of_the_regeneration(solver):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "precision", "wanted"),
+    ("overrides", "precision", "expected"),
     [
         ((), "nvfp4", 1),
         ((), "fp8", 1),
@@ -150,12 +150,12 @@ def test_continued_steps_are_the_first_ones_of_the_regeneration(solver):
         ),
     ],
 )
-def test_regeneration_starts_from_noise_where_it_cannot_continue(overrides, precision, wanted):
+def test_regeneration_starts_from_noise_where_it_cannot_continue(overrides, precision, expected):
     rollout = resolve("tiny", [*STEPS, "rollout.explore.exact_steps=1", *overrides]).rollout
     steps = rollout.explore.num_steps
     exact = rollout.explore.exact_steps
-    assert continued_steps(rollout, precision, steps) == wanted
-    assert continued_steps(rollout, precision, steps, range(exact, exact + 2)) == wanted
+    assert continued_steps(rollout, precision, steps) == expected
+    assert continued_steps(rollout, precision, steps, range(exact, exact + 2)) == expected
     assert continued_steps(rollout, precision, steps, range(exact - 1, exact + 1)) == 0
 
 

@@ -76,8 +76,8 @@ def test_a_linear_has_no_more_directions_than_inputs(rank):
     """Then nothing is left to the format, and the product is the exact one."""
     experiment = toy_experiment(f"rollout.explore.correction_rank={rank}")
     base = flatten(experiment.backbone.transformer)
-    found = bases_of(experiment.explorer)
-    assert {path: basis.shape for path, basis in found.items()} == {
+    directions = bases_of(experiment.explorer)
+    assert {path: basis.shape for path, basis in directions.items()} == {
         path: (base[path].shape[0], min(rank, base[path].shape[0])) for path in KERNELS
     }
     policy = flatten(experiment.explorer.policy(fresh_state(experiment).old, "nvfp4"))
@@ -94,17 +94,17 @@ def test_directions_are_those_of_the_sigmas_that_are_explored(experiment, bases,
     grid = experiment.explorer.schedule(6)
     latents = calibration.generate(grid, calibration.encode_prompts())
     monkeypatch.setattr(Calibration, "generate", lambda *_: latents)
-    found = {
+    directions = {
         start: jax.device_get(principal_inputs(calibration, paths, RANK, grid.slice_steps(start)))
         for start in (0, 5)
     }
     for path, basis in bases.items():
-        np.testing.assert_array_equal(found[0][path], basis)
+        np.testing.assert_array_equal(directions[0][path], basis)
 
     def common(a, b):
         return np.mean([shared(a[path], b[path]) for path in paths])
 
-    assert common(found[5], found[0]) < 0.99
+    assert common(directions[5], directions[0]) < 0.99
 
 
 @pytest.mark.slow
@@ -122,8 +122,8 @@ def test_directions_do_not_depend_on_how_rows_are_grouped(experiment, bases):
     calibration = dataclasses.replace(
         experiment.explorer.calibration, micro_batch=3
     )  # one at a time, here two
-    found = bases_of(dataclasses.replace(experiment.explorer, calibration=calibration))
-    assert all(shared(found[path], bases[path]) > 0.999 for path in bases)
+    directions = bases_of(dataclasses.replace(experiment.explorer, calibration=calibration))
+    assert all(shared(directions[path], bases[path]) > 0.999 for path in bases)
 
 
 @pytest.mark.exhaustive

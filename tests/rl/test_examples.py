@@ -44,18 +44,18 @@ def test_readme_shows_the_loop_as_it_runs():
     lines = EXAMPLES["train_tiny"].read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("def main"))
     body = textwrap.dedent("\n".join(lines[start + 1 : lines.index("", start)]))
-    shown = body.replace("*overrides", '"train.iterations=20"')
-    assert shown in (ROOT / "README.md").read_text()
-    assert len(shown.splitlines()) <= 20
+    code = body.replace("*overrides", '"train.iterations=20"')
+    assert code in (ROOT / "README.md").read_text()
+    assert len(code.splitlines()) <= 20
 
 
 @pytest.mark.slow
 def test_training_from_python(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     load("train_tiny").main(*TWO)
-    said = capsys.readouterr().out
-    assert said.count("kept") == 2
-    assert "held-out reward" in said
+    output = capsys.readouterr().out
+    assert output.count("kept") == 2
+    assert "held-out reward" in output
     assert (tmp_path / "tiny-lora.safetensors").stat().st_size > 1000
 
 
@@ -76,11 +76,11 @@ def test_a_reward_of_your_own_trains(tmp_path):
     here = [f"{EXAMPLES['own_reward'].parent}", str(ROOT), *sys.path]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(here)}
     command = [sys.executable, str(EXAMPLES["own_reward"]), *TWO]
-    done = subprocess.run(
+    process = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("reward: ")
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.startswith("reward: ")
     assert (tmp_path / "runs" / "own-reward" / "checkpoints").is_dir()
 
 

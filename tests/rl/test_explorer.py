@@ -70,9 +70,9 @@ def test_levels_go_from_what_is_configured_to_the_policy_that_regenerates(experi
 
     The last level is the regeneration itself.
     """
-    there = explored(experiment, B200)
+    variant = explored(experiment, B200)
     adapters = fresh_state(experiment).old
-    levels = there.explorer.settings
+    levels = variant.explorer.settings
     assert [(level.precision, level.steps) for level in levels] == [
         ("nvfp4", 2),
         ("nvfp4", 3),
@@ -80,8 +80,8 @@ def test_levels_go_from_what_is_configured_to_the_policy_that_regenerates(experi
         ("bf16", 3),
     ]
     (last,), (exact,) = (
-        there.explorer.sampler(adapters, levels[-1]).segments,
-        there.sampler("regenerate", adapters, 3).segments,
+        variant.explorer.sampler(adapters, levels[-1]).segments,
+        variant.sampler("regenerate", adapters, 3).segments,
     )
     assert jax.tree.structure(last) == jax.tree.structure(exact)
     assert all(map(np.array_equal, jax.tree.leaves(last), jax.tree.leaves(exact)))
@@ -101,9 +101,9 @@ def test_a_policy_in_each_format_predicts_what_the_exact_one_does_nearly(experim
 
     @jax.jit
     def predict(policies):
-        told = (conditioning, jnp.float32(500), jnp.float32(1))
+        inputs = (conditioning, jnp.float32(500), jnp.float32(1))
         return {
-            name: backbone.velocity(params, latents, *told) for name, params in policies.items()
+            name: backbone.velocity(params, latents, *inputs) for name, params in policies.items()
         }
 
     with jax.set_mesh(backbone.mesh):
@@ -152,33 +152,33 @@ def test_the_first_steps_are_exact_where_the_others_are_quantized(experiment):
         "rollout.per_device_batch_size=16",
         "rollout.explore.precision=nvfp4",
     )
-    there = explored(experiment, None, *steps)
-    adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(there).old)
+    variant = explored(experiment, None, *steps)
+    adapters = jax.tree.map(lambda x: x + 0.01, fresh_state(variant).old)
     explorers = {}
     for count in (0, 1, 2):
-        explorers[count] = explored(there, None, f"rollout.explore.exact_steps={count}").explorer
+        explorers[count] = explored(variant, None, f"rollout.explore.exact_steps={count}").explorer
     first, rest = (
         flatten(segment.policy)
         for segment in explorers[1].sampler(adapters, explorers[1].settings[0]).segments
     )
     assert {path for path in first if first[path] is not rest[path]} >= set(
-        there.explorer.quantized
+        variant.explorer.quantized
     )
-    apart = set(there.explorer.quantized) | set(there.trained_paths.adapted)
+    apart = set(variant.explorer.quantized) | set(variant.trained_paths.adapted)
     assert all(first[path] is rest[path] for path in first.keys() - apart)
 
-    prompts = there.test_prompts[:2]
-    prompted = there.encode_prompts(prompts)
+    prompts = variant.test_prompts[:2]
+    prompted = variant.encode_prompts(prompts)
     # one picture's error says little: over 16 the ratios are 0.4 to 0.9
-    rows = SeedBatch.from_seeds(there.seeds("candidate", prompts, 8))
+    rows = SeedBatch.from_seeds(variant.seeds("candidate", prompts, 8))
     plain = explorers[0].sampler(adapters, explorers[0].settings[0])
 
     def end(*segments):
         return generate(
-            there.backbone, dataclasses.replace(plain, segments=segments), prompted, rows
+            variant.backbone, dataclasses.replace(plain, segments=segments), prompted, rows
         ).latents
 
-    exact = end(Segment(there.policy(adapters), there.schedule(4)))
+    exact = end(Segment(variant.policy(adapters), variant.schedule(4)))
     quantized = end(*plain.segments)
     mixed = {
         n: end(*explorers[n].sampler(adapters, explorers[n].settings[0]).segments) for n in (1, 2)
@@ -216,10 +216,10 @@ def refusal(folder, precision):
 def test_a_run_goes_on_in_the_format_that_it_began_in_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "first_device_info", lambda: H200)
     folder = directory(tmp_path / "run", "auto", "nvfp4")  # it began on Blackwell
-    said = refusal(folder, "auto")
-    assert said == (
-        f"run.dir={str(folder)!r} explored in nvfp4, and rollout.explore.precision=auto is fp8 here; "
-        "set rollout.explore.precision=nvfp4 to go on, or name another directory"
+    message = refusal(folder, "auto")
+    assert message == (
+        f"run.dir={str(folder)!r} explored in nvfp4, and rollout.explore.precision=auto is fp8 "
+        "here; set rollout.explore.precision=nvfp4 to go on, or name another directory"
     )
     assert "rollout.explore.precision=fp8 is fp8 here" in refusal(folder, "fp8")
     assert not refusal(folder, "nvfp4")  # as it says
@@ -247,12 +247,12 @@ def test_a_fingerprint_holds_the_format_and_not_the_word_for_it():
 
 @pytest.mark.parametrize("precision", ["auto", "fp8"])
 def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monkeypatch):
-    there = explored(
+    variant = explored(
         experiment, H200, f"rollout.explore.precision={precision}", "rollout.explore.exact_steps=1"
     )
-    said = []
-    monkeypatch.setattr(TerminalProgress, "line", lambda self, text: said.append(text))
-    record.describe(there, tmp_path, 0, TerminalProgress())
+    lines = []
+    monkeypatch.setattr(TerminalProgress, "line", lambda self, text: lines.append(text))
+    record.describe(variant, tmp_path, 0, TerminalProgress())
     facts = json.loads((tmp_path / "run.json").read_text())
     name = {"auto": "fp8"}.get(precision, precision)
     means = FORMATS[name].describe(H200)
@@ -263,18 +263,18 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
         "options": ["ExactSteps"],
         "means": means,
     }
-    assert any(line.endswith(f"exploration in {means}, with ExactSteps") for line in said)
-    assert facts["quantized"] == list(there.explorer.quantized)
+    assert any(line.endswith(f"exploration in {means}, with ExactSteps") for line in lines)
+    assert facts["quantized"] == list(variant.explorer.quantized)
     assert facts["linears"]["quantized"] == 16
     assert facts["linears"]["quantized_bytes_after"] == sum(
         leaf.nbytes
-        for leaf in flatten(there.explorer.policy(fresh_state(there).old, name)).values()
+        for leaf in flatten(variant.explorer.policy(fresh_state(variant).old, name)).values()
         if isinstance(leaf, LEAVES[name])
     )
-    said.clear()
+    lines.clear()
     record.describe(explored(experiment, H200), tmp_path, 0, TerminalProgress())
     assert json.loads((tmp_path / "run.json").read_text())["exploration"]["options"] == []
-    assert any(line.endswith(FORMATS["fp8"].describe(H200)) for line in said)
+    assert any(line.endswith(FORMATS["fp8"].describe(H200)) for line in lines)
 
 
 @pytest.mark.slow
@@ -288,7 +288,8 @@ def test_rules_that_leave_nothing_are_refused_before_anything_is_loaded(monkeypa
         experiments.build(small_config("unused", "model.quantization.min_width_ratio=100"))
     with pytest.raises(
         InputError,
-        match=r"^model\.quantization\.modules_to_not_convert: 'nothing' is in the name of no linear layer; there are ",
+        match=r"^model\.quantization\.modules_to_not_convert: 'nothing' is in the name of no "
+        r"linear layer; there are ",
     ):
         experiments.build(
             small_config("unused", "model.quantization.modules_to_not_convert=[nothing]")

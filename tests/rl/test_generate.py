@@ -164,15 +164,15 @@ def test_a_row_follows_its_own_prompt_and_is_scored_against_it(backbone):
 @pytest.mark.slow
 def test_given_noise_takes_the_place_of_what_the_seeds_stand_for(backbone):
     rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
-    own = run(backbone).latents
+    seed_latents = run(backbone).latents
     noise = np.asarray(normal(rows.seeds, "initial", SHAPE))
     np.testing.assert_allclose(
         run(backbone, 5, dataclasses.replace(rows, noise=noise)).latents,
-        own,
+        seed_latents,
         atol=TOLERANCE,
     )
     other = run(backbone, 5, dataclasses.replace(rows, noise=noise[::-1].copy())).latents
-    assert largest(other - own) > 0.1
+    assert largest(other - seed_latents) > 0.1
     # the noise that a solver adds is still the seeds'
     segment = Segment(backbone.transformer, toy_grid(solver="ddim"))
     stochastic = [
@@ -183,24 +183,24 @@ def test_given_noise_takes_the_place_of_what_the_seeds_stand_for(backbone):
 
 
 def test_nothing_is_decoded_or_scored_that_nobody_asks_for(backbone, monkeypatch):
-    shown = []
+    calls = []
     monkeypatch.setattr(
         ToyDecoder,
         "__call__",
-        lambda self, latents, first_frame: shown.append(1) or jnp.zeros((len(latents), 8, 8, 3)),
+        lambda self, latents, first_frame: calls.append(1) or jnp.zeros((len(latents), 8, 8, 3)),
     )
     jax.clear_caches()
     got = run(backbone)
-    assert (got.scores, got.images, got.failed, shown) == ({}, None, {}, [])
+    assert (got.scores, got.images, got.failed, calls) == ({}, None, {}, [])
     got = run(backbone, keep_images=True)
-    assert (got.scores, got.images.shape, shown) == ({}, (12, 8, 8, 3), [1])
+    assert (got.scores, got.images.shape, calls) == ({}, (12, 8, 8, 3), [1])
     assert run(backbone, reward=toy_reward()).images is None
     jax.clear_caches()  # of what the false decoder was traced into
 
 
 def largest_latent():
-    def score(params, latents, wanted):
-        return {"reward": jnp.abs(latents).max((1, 2, 3)) - wanted}
+    def score(params, latents, prepared):
+        return {"reward": jnp.abs(latents).max((1, 2, 3)) - prepared}
 
     return Reward(None, toy_reward().prepare, score, inputs="latents")
 
@@ -210,9 +210,9 @@ def test_a_reward_on_latents_decodes_nothing(backbone, monkeypatch):
     monkeypatch.setattr(rollouts, "decode_chunk", lambda *_: pytest.fail("decoded"))
     reward = largest_latent()
     got = run(backbone, 5, reward=reward)
-    wanted = np.repeat(reward.prepare(PROMPTS), EACH)
+    prepared = np.repeat(reward.prepare(PROMPTS), EACH)
     np.testing.assert_allclose(
-        got.reward, np.abs(got.latents).max((1, 2, 3)) - wanted, atol=TOLERANCE
+        got.reward, np.abs(got.latents).max((1, 2, 3)) - prepared, atol=TOLERANCE
     )
     assert np.ptp(got.reward) > 1e3 * TOLERANCE
 
@@ -267,9 +267,9 @@ def test_pictures_are_what_the_decoder_of_the_sampler_shows(backbone):
     prompted = prepare(backbone, None, PROMPTS, 8)
     rows = SeedBatch.from_seeds(toy_seeds(PROMPTS, EACH))
     sampler = dataclasses.replace(toy_sampler(backbone, 4), decoder=other)
-    shown = generate(backbone, sampler, prompted, rows, keep_images=True)
-    np.testing.assert_array_equal(shown.latents, got.latents)
-    np.testing.assert_allclose(shown.images, 1 - got.images, atol=TOLERANCE)
+    pictures = generate(backbone, sampler, prompted, rows, keep_images=True)
+    np.testing.assert_array_equal(pictures.latents, got.latents)
+    np.testing.assert_allclose(pictures.images, 1 - got.images, atol=TOLERANCE)
 
 
 def by_hand(backbone, segments, noise, positive, negative):
@@ -372,8 +372,8 @@ def test_states_are_recorded_if_the_sampler_asks(backbones, mesh, chunk):
     np.testing.assert_allclose(
         got.latents, generate(backbone, sampler, prompted, rows).latents, atol=TOLERANCE
     )
-    taken = got.take(np.array([[7, 2]]))
-    np.testing.assert_array_equal(taken.states, got.states[[7, 2]])
+    selection = got.take(np.array([[7, 2]]))
+    np.testing.assert_array_equal(selection.states, got.states[[7, 2]])
     alone = run(
         backbones["one"],
         12,

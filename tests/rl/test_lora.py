@@ -96,7 +96,10 @@ def test_a_pattern_that_matches_nothing_is_named_with_what_there_is(pattern):
     ],
 )
 def test_a_pattern_that_matches_what_is_no_matrix_is_named_with_it(pattern, path, shape):
-    message = f"lora.target_modules: {pattern!r} matches {path} of shape {shape}; must be the kernel of a linear layer"
+    message = (
+        f"lora.target_modules: {pattern!r} matches {path} of shape {shape}; "
+        "must be the kernel of a linear layer"
+    )
     with pytest.raises(ValueError, match=re.escape(message)):
         matching(base(), [pattern], "lora.target_modules")
 

@@ -77,7 +77,10 @@ PATHS = (
     "caption_projection/linear_1/kernel",
     "proj_out/kernel",
 )
-MODULES = r".*attn1\.to_q|.*attn2\.to_k|.*attn2\.to_out\.0|.*conv_inverted|.*conv_point|.*caption_projection\.linear_1|proj_out"
+MODULES = (
+    r".*attn1\.to_q|.*attn2\.to_k|.*attn2\.to_out\.0|.*conv_inverted|.*conv_point"
+    r"|.*caption_projection\.linear_1|proj_out"
+)
 Q0 = "transformer_blocks.0.attn1.to_q"
 Q1 = "transformer_blocks.1.attn1.to_q"
 
@@ -263,7 +266,8 @@ def test_pictures_of_diffusers_with_our_file_are_ours(
     prompted = prepare(backbone, None, tuple(map(Prompt, prompts)), MAX_TOKENS)
     got = generate(backbone, sampler, prompted, rows, keep_images=True).images
     print(
-        f"images: {np.abs(got - want).max():.1e}; LoRA moves them by {np.abs(want - before).max():.2f}"
+        f"images: {np.abs(got - want).max():.1e}; "
+        f"LoRA moves them by {np.abs(want - before).max():.2f}"
     )
     assert np.abs(got - want).max() < IMAGE_TOLERANCE
     assert np.abs(want - before).max(axis=(1, 2, 3)).min() > 0.1
@@ -330,11 +334,11 @@ def test_we_compute_with_their_file_what_they_compute(case, reference, table, ou
         if case == "transformer":
             transformer.save_lora_adapter(folder)
         else:
-            said = transformer.peft_config["default"].to_dict() if case == "pipeline" else None
+            metadata = transformer.peft_config["default"].to_dict() if case == "pipeline" else None
             SanaPipeline.save_lora_weights(
                 folder,
                 get_peft_model_state_dict(transformer),
-                transformer_lora_adapter_metadata=said,
+                transformer_lora_adapter_metadata=metadata,
             )
         if case == "pipeline without metadata":  # what diffusers then makes of it is what counts
             alpha = 3.0
@@ -362,10 +366,10 @@ def test_we_compute_with_their_file_what_they_compute(case, reference, table, ou
 def test_a_round_trip_is_exact(export, settings, table, adapters, tmp_path):
     paths = [tmp_path / name for name in ("one.safetensors", "two.safetensors")]
     export(paths[0], adapters, settings, table)
-    got, told = import_lora(paths[0], table)
+    got, file_settings = import_lora(paths[0], table)
     same(got, adapters)
-    assert told == settings
-    export(paths[1], got, told, table)
+    assert file_settings == settings
+    export(paths[1], got, file_settings, table)
     same(import_lora(paths[1], table)[0], adapters)
     # the second file says what the first does (but for the order of its header, which safetensors
     # does not fix)
@@ -473,7 +477,8 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     other = "transformer_blocks/attn2/to_q/kernel"
     export_diffusers(file, adapters | randomize(backbone.transformer, [other]), SETTINGS, table)
     refused(
-        f"has adapters on parameters that lora.target_modules and train.parameters do not adapt: {other}$",
+        "has adapters on parameters that lora.target_modules and train.parameters do not adapt: "
+        f"{other}$",
         start_of,
         backbone,
         file,
@@ -481,8 +486,8 @@ def test_a_file_that_is_not_the_runs_is_refused_with_both_values(
     assert read_start(Lora(rank=1, alpha=1.0, target_modules=("a",), path=None), [], table) == {}
 
 
-# --- FLUX, SD3, SANA-1.5, Qwen-Image, Wan, Z-Image: other names, layers that differ within a list, and a last linear that is
-# named like each block's
+# --- FLUX, SD3, SANA-1.5, Qwen-Image, Wan, Z-Image: other names, layers that differ within a list,
+# and a last linear that is named like each block's
 
 FLUX = {
     "in_channels": 16,
@@ -694,8 +699,10 @@ def run(network, inputs):
 TARGETS = {
     "flux": r"transformer_blocks/attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)/kernel"
     r"|single_transformer_blocks/attn/to_[qkv]/kernel|proj_out/kernel",
-    "sd3": r"transformer_blocks/[^/]+/(attn2?/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff/net/2)/kernel|proj_out/kernel",
-    "flux2": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)|ff(_context)?/linear_(in|out))/kernel"
+    "sd3": r"transformer_blocks/[^/]+/(attn2?/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)"
+    r"|ff/net/2)/kernel|proj_out/kernel",
+    "flux2": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)"
+    r"|ff(_context)?/linear_(in|out))/kernel"
     r"|single_transformer_blocks/attn/to_(qkv_mlp_proj|out)/kernel|proj_out/kernel",
     "qwen-image": r"transformer_blocks/(attn/(to_[qkv]|add_[qkv]_proj|to_out/0|to_add_out)"
     r"|(img|txt)_mlp/net/(0/proj|2)|img_mod/1)/kernel|proj_out/kernel",
@@ -743,11 +750,11 @@ def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
             for p, ab in adapters.items()
         },
     )
-    wanted = copy.deepcopy(net.torch)
-    wanted.load_state_dict(
+    network = copy.deepcopy(net.torch)
+    network.load_state_dict(
         {k: torch.from_numpy(v) for k, v in to_torch(net.state, merged).items()}, strict=False
     )
-    want = run(wanted, net.inputs)
+    want = run(network, net.inputs)
 
     file = tmp_path / "lora.safetensors"
     folder = tmp_path / "peft"
@@ -769,9 +776,11 @@ def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
         print(f"{kind}: {relative(got, want):.1e}")
         assert relative(got, want) < TOLERANCE
     assert relative(want, base) > 0.1
-    said = net.torch.peft_config["default_0"].to_dict()
+    adapter_metadata = net.torch.peft_config["default_0"].to_dict()
     loaded = get_peft_model_state_dict(net.torch, adapter_name="default_0")
-    net.pipeline.save_lora_weights(tmp_path, loaded, transformer_lora_adapter_metadata=said)
+    net.pipeline.save_lora_weights(
+        tmp_path, loaded, transformer_lora_adapter_metadata=adapter_metadata
+    )
     got, settings = import_lora(tmp_path / lora_files.DIFFUSERS_FILE, table)
     same(got, adapters)
     assert settings == SETTINGS
@@ -785,12 +794,12 @@ def test_other_pipelines_read_our_file_as_the_merged_weights(kind, tmp_path):
         f"{m}.alpha": np.array(SETTINGS.alpha, np.float32)
         for m in {k.partition(".lora_")[0] for k in tensors}
     }
-    for told in (None, metadata):
-        save_file(tensors, file, metadata=told)
+    for file_metadata in (None, metadata):
+        save_file(tensors, file, metadata=file_metadata)
         got, settings = import_lora(file, table)
         same(got, adapters)
         assert settings == SETTINGS
-        if kind == "flux" and told is None:
+        if kind == "flux" and file_metadata is None:
             net.pipeline.load_lora_weights(str(file))
             assert relative(run(net.torch, net.inputs), want) < TOLERANCE
             net.pipeline.unload_lora_weights()
@@ -863,7 +872,8 @@ BAD = {
     "shapes": (
         {f"{Q0}.lora_A.weight": ONES(4, 31), f"{Q0}.lora_B.weight": ONES(32, 5)},
         None,
-        r"2 tensor\(s\) .*lora_A.weight is \[4, 31\], expected \[4, 32\]; .*lora_B.weight is \[32, 5\], expected \[32, 4\]",
+        r"2 tensor\(s\) .*lora_A.weight is \[4, 31\], expected \[4, 32\]; "
+        r".*lora_B.weight is \[32, 5\], expected \[32, 4\]",
     ),
     "no rank": (
         {f"{Q0}.lora_A.weight": ONES(0, 32), f"{Q0}.lora_B.weight": ONES(32, 0)},

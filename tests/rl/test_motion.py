@@ -63,12 +63,12 @@ def test_clips_of_the_base_follow_their_captions():
         batch_size=len(captions),
     )
     assert images.shape == (36, scenes.FRAMES, 32, 32, 3)
-    own = score(images, captions)
+    scores = score(images, captions)
     others = score(images, captions[1:] + captions[:1])
-    assert own["reward"].mean() > 0.5
-    assert own["motion/moves"].mean() > 0.5
-    assert own["reward"].mean() > others["reward"].mean() + 0.1
-    assert own["motion/moves"].mean() > others["motion/moves"].mean() + 0.2
+    assert scores["reward"].mean() > 0.5
+    assert scores["motion/moves"].mean() > 0.5
+    assert scores["reward"].mean() > others["reward"].mean() + 0.1
+    assert scores["motion/moves"].mean() > others["motion/moves"].mean() + 0.2
 
 
 @pytest.mark.exhaustive

@@ -46,14 +46,14 @@ def test_a_run_directory_runs_no_objective_that_is_not_trusted(tmp_path):
     with pytest.raises(InputError, match=rf"trains with {NAME}, .* trust=True"):
         read_target(str(tmp_path), (), None, trust=False)
     assert read_target(str(tmp_path), (), None, trust=True)[0].algorithm.objective == NAME
-    own, _ = read_target(str(tmp_path), ("algorithm.objective=nft",), None, trust=False)
-    assert own.algorithm.objective == "nft"
+    loaded_config, _ = read_target(str(tmp_path), ("algorithm.objective=nft",), None, trust=False)
+    assert loaded_config.algorithm.objective == "nft"
     for chosen in (
         f"objective={NAME}",
         f"algorithm.objective = {NAME}",
         f"algorithm={{objective: {NAME}}}",
     ):
-        own, _ = read_target(str(tmp_path), (chosen,), None, trust=False)
-        assert own.algorithm.objective == NAME
+        loaded_config, _ = read_target(str(tmp_path), (chosen,), None, trust=False)
+        assert loaded_config.algorithm.objective == NAME
     with pytest.raises(InputError, match=rf"trains with {NAME}, .* trust=True"):
         read_target(str(tmp_path), ("algorithm.beta=0.5",), None, trust=False)

@@ -202,11 +202,11 @@ def inputs(seed=0, apart=0.3):
     x = (1 - along(sigma)) * x0 + along(sigma) * noise
     mean = along(per_row["a"]) * x + along(per_row["b"]) * (x - along(sigma) * v_old)
     after = mean + along(per_row["std"]) * rng.standard_normal(v.shape)
-    given = {"v": v, "v_old": v_old, "v_ref": v_ref, "x": x, "x0": x0, "after": after} | per_row
+    arrays = {"v": v, "v_old": v_old, "v_ref": v_ref, "x": x, "x0": x0, "after": after} | per_row
     for name in ("y_pos", "y_neg"):
-        given[name] = x - along(sigma) * v_old + 0.1 * rng.standard_normal(v.shape)
-    given["g"] = rng.standard_normal(v.shape)
-    rounded = {name: value.astype(np.float32) for name, value in given.items()}
+        arrays[name] = x - along(sigma) * v_old + 0.1 * rng.standard_normal(v.shape)
+    arrays["g"] = rng.standard_normal(v.shape)
+    rounded = {name: value.astype(np.float32) for name, value in arrays.items()}
     # noise that float32 latents stand for
     exact = {name: value.astype(np.float64) for name, value in rounded.items()}
     exact["noise"] = exact["x0"] + (exact["x"] - exact["x0"]) / along(exact["sigma"])
@@ -467,9 +467,9 @@ def test_a_gradient_of_zero_trains_nothing_and_at_the_old_policy_the_loss_of_ref
     assert not gradient.trained[0].any()
     assert all(gradient.trained[row].any() for row in range(1, ROWS))
     data["v_old"] = data["v"]
-    loss, _, there = ours("refl", data, policy_of("refl"))
+    loss, _, gradient_at_old = ours("refl", data, policy_of("refl"))
     np.testing.assert_array_equal(loss, 0.0)
-    np.testing.assert_array_equal(there.trained, gradient.trained)
+    np.testing.assert_array_equal(gradient_at_old.trained, gradient.trained)
 
 
 @pytest.mark.parametrize("name", ["flow_grpo", "dance_grpo", "flow_cps", "grpo_guard", "flow_dppo"])
@@ -483,7 +483,7 @@ def test_a_ratio_past_the_clip_has_no_gradient(name):
     ratio = np.asarray(metrics["ratio"])
     advantage = 2 * exact["q"] - 1
     clip = 0.0 if name == "flow_dppo" else 0.01
-    done = (advantage * (ratio - 1) > clip * np.abs(advantage)) & (advantage != 0)
+    mask = (advantage * (ratio - 1) > clip * np.abs(advantage)) & (advantage != 0)
     if name == "flow_dppo":
         divergence = np.array(
             [
@@ -492,10 +492,10 @@ def test_a_ratio_past_the_clip_has_no_gradient(name):
             ]
         )
         np.testing.assert_allclose(metrics["divergence"], divergence, rtol=TOLERANCE)
-        done &= divergence >= 0.2
-    assert 0 < done.sum() < ROWS - 1
-    assert not gradient.trained[done].any()
-    assert all(gradient.trained[row].any() for row in np.flatnonzero(~done & (advantage != 0)))
+        mask &= divergence >= 0.2
+    assert 0 < mask.sum() < ROWS - 1
+    assert not gradient.trained[mask].any()
+    assert all(gradient.trained[row].any() for row in np.flatnonzero(~mask & (advantage != 0)))
 
 
 def test_dpo_prefers_the_better_sample_of_a_pair():

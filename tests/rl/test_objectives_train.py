@@ -59,8 +59,8 @@ def settings(objective, family):
     )
 
 
-# A combination takes seconds to compile, so most are for the whole suite. Further tests of this file
-# train on pairs and on samples.
+# A combination takes seconds to compile, so most are for the whole suite. Further tests of this
+# file train on pairs and on samples.
 QUICK = {("mix_grpo", "sol_rl"), ("opsd", "sol_rl")}
 COMBINATIONS = [
     pytest.param(
@@ -139,8 +139,8 @@ def test_an_objective_goes_on_from_a_checkpoint_to_the_bit(objective, tmp_path):
         if overrides:
             score = toy.reward.score
 
-            def both(params, images, wanted, score=score):
-                scores = score(params, images, wanted)
+            def both(params, images, prepared, score=score):
+                scores = score(params, images, prepared)
                 return {**scores, "toy": scores["reward"]}
 
             toy = dataclasses.replace(toy, reward=dataclasses.replace(toy.reward, score=both))
@@ -247,8 +247,8 @@ def test_a_sample_whose_target_is_not_finite_does_not_count(spied, objective):
     batches, _ = spied
     toy = toy_experiment(*settings(objective, "sol_rl"))
 
-    def score(params, images, wanted):
-        flat = jnp.where(images.mean((1, 2, 3)) > wanted, 0.0, 1.0)
+    def score(params, images, prepared):
+        flat = jnp.where(images.mean((1, 2, 3)) > prepared, 0.0, 1.0)
         return {"reward": images.mean((1, 2, 3)) + jnp.sqrt(flat * 0 * images[:, 0, 0, 0])}
 
     rough = dataclasses.replace(toy.reward, score=score, others=())

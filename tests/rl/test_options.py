@@ -104,22 +104,22 @@ def test_a_preview_changes_the_schedule_alone(paper, adapters):
     sampler = explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
     (segment,) = sampler.segments
-    (own,) = plain.segments
+    (plain_segment,) = plain.segments
     full = paper.schedule(6)
     np.testing.assert_array_equal(segment.schedule.sigmas, full.sigmas[[0, 1, 2, 4]])
     np.testing.assert_array_equal(segment.schedule.timesteps, full.timesteps[[0, 1, 2, 4]])
     np.testing.assert_array_equal(segment.schedule.table[:2], full.table[:2])
-    assert np.abs(segment.schedule.sigmas - own.schedule.sigmas).max() > 0.05
+    assert np.abs(segment.schedule.sigmas - plain_segment.schedule.sigmas).max() > 0.05
     assert (
         segment.schedule.embedded_guidance,
         segment.schedule.guidance_scale,
         segment.schedule.guided,
     ) == (
-        own.schedule.embedded_guidance,
-        own.schedule.guidance_scale,
-        own.schedule.guided,
+        plain_segment.schedule.embedded_guidance,
+        plain_segment.schedule.guidance_scale,
+        plain_segment.schedule.guided,
     )
-    assert same(segment.policy, own.policy)
+    assert same(segment.policy, plain_segment.policy)
     assert dataclasses.replace(sampler, segments=()) == dataclasses.replace(plain, segments=())
     assert same(
         explorer.sampler(adapters, ExplorationSetting("nvfp4", 6)).segments[0].schedule, full
@@ -168,8 +168,8 @@ def test_a_correction_changes_the_leaves_alone(paper, adapters):
     sampler = with_options(paper, "correction").explorer.sampler(adapters, FORMAT)
     plain = paper.explorer.sampler(adapters, FORMAT)
     (segment,) = sampler.segments
-    (own,) = plain.segments
-    assert same(segment.schedule, own.schedule)
+    (plain_segment,) = plain.segments
+    assert same(segment.schedule, plain_segment.schedule)
     flat = flatten(segment.policy)
     base = flatten(paper.backbone.transformer)
     for path in KERNELS:
@@ -183,7 +183,7 @@ def test_a_correction_changes_the_leaves_alone(paper, adapters):
         def error(leaf, w=merged):
             return np.linalg.norm(leaf.dequantize() - w) / np.linalg.norm(w)
 
-        assert 0 < error(flat[path]) < error(flatten(own.policy)[path]) < 0.12
+        assert 0 < error(flat[path]) < error(flatten(plain_segment.policy)[path]) < 0.12
     assert dataclasses.replace(sampler, segments=()) == dataclasses.replace(plain, segments=())
 
 
@@ -269,13 +269,13 @@ def test_shapes_stand_for_arrays_where_nothing_is_measured(paper, adapters):
         quantizer = registry.shaped_quantizer(
             explorer.explore, Quantizer(FORMATS["nvfp4"].quantize), weights
         )
-        made = flatten(explorer.policy(adapters, "nvfp4"))
+        leaves = flatten(explorer.policy(adapters, "nvfp4"))
         for path, weight in weights.items():
             single = jax.ShapeDtypeStruct(weight.shape, jnp.float32)
             shaped = jax.eval_shape(
                 quantizer.quantize, single, *quantizer.extra_arrays.get(path, ())
             )
-            assert facts(shaped) == facts(made[path])
+            assert facts(shaped) == facts(leaves[path])
 
 
 # --- an option is its file and its line in the registry ---
@@ -337,10 +337,10 @@ def test_nothing_else_knows_an_option_by_name():
     readers = [PACKAGE / "runs" / "trainer.py", PACKAGE / "runs" / "record.py"]
     readers += [path for room in ("rl", "diffusion") for path in (PACKAGE / room).glob("*.py")]
     assert len(readers) > 15
-    told = {
-        path.name: found.group() for path in readers if (found := name.search(path.read_text()))
+    mentions = {
+        path.name: match.group() for path in readers if (match := name.search(path.read_text()))
     }
-    assert not told
+    assert not mentions
     imported = re.compile(r"explore\.options(\.| import )(preview|exact_steps|correction)")
     assert imported.search(Path(__file__).read_text())
     importers = {path.name for path in PACKAGE.rglob("*.py") if imported.search(path.read_text())}

@@ -59,9 +59,9 @@ def test_a_run_on_one_prompt_records_it_and_goes_on(tmp_path, capsys):
         )
         with TerminalProgress(bars=False) as progress:
             assert trainer.run(config, progress)["iterations"] == iterations
-        said = capsys.readouterr().err
-        assert "train.num_prompts=2: " in said
-        assert "eval.num_prompts=2: " in said
+        output = capsys.readouterr().err
+        assert "train.num_prompts=2: " in output
+        assert "eval.num_prompts=2: " in output
     assert (read_run(run).train.num_prompts, read_run(run).eval.num_prompts) == (1, 1)
     with pytest.warns(UserWarning, match=r"train.num_prompts=2: .* takes 1"):
         experiment = build(config)

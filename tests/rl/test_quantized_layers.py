@@ -138,9 +138,9 @@ NETWORKS = {  # the released ones, and small ones of the same kind
 def shapes(name, small=False):
     """The parameters of a network in BF16, abstract."""
     network, config, *sizes = NETWORKS[name]
-    made = nnx.eval_shape(lambda: network(config.from_dict(sizes[small]), rngs=nnx.Rngs(0)))
+    model = nnx.eval_shape(lambda: network(config.from_dict(sizes[small]), rngs=nnx.Rngs(0)))
     return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), nnx.to_pure_dict(nnx.state(made))
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16), nnx.to_pure_dict(nnx.state(model))
     )
 
 
@@ -242,9 +242,9 @@ def test_released_sizes_quantize_what_the_peers_do(name):
     (expected, count) = PEERS[name]
     paths = quantized_paths(params, rules(name), FORMATS["nvfp4"])
     assert modules(paths) == expected
-    found = totals(report(params, rules(name), FORMATS["nvfp4"]))["quantized"]
+    num_quantized = totals(report(params, rules(name), FORMATS["nvfp4"]))["quantized"]
     assert (
-        found - {"sana": 20, "sana-600m": 28}.get(name, 0) == count
+        num_quantized - {"sana": 20, "sana-600m": 28}.get(name, 0) == count
     )  # keys and values of SANA's text are one linear there
 
 
@@ -288,14 +288,16 @@ def test_each_rule_matters():
 
 
 def test_reasons_are_told():
-    told = why_kept(shapes("sana"), rules("sana"))
-    assert told["transformer_blocks/attn1/to_q/kernel"] == "skip attn1/to_q"
-    assert told["transformer_blocks/attn2/to_q/kernel"] == "min_dim 2240"
-    assert told["transformer_blocks/attn2/to_k/kernel"] == ""
-    assert not any("patch_embed" in path or "conv_depth" in path for path in told)  # convolutions
+    reasons = why_kept(shapes("sana"), rules("sana"))
+    assert reasons["transformer_blocks/attn1/to_q/kernel"] == "skip attn1/to_q"
+    assert reasons["transformer_blocks/attn2/to_q/kernel"] == "min_dim 2240"
+    assert reasons["transformer_blocks/attn2/to_k/kernel"] == ""
+    assert not any(
+        "patch_embed" in path or "conv_depth" in path for path in reasons
+    )  # convolutions
     everything = flatten(shapes("sana"))
     assert all(
-        path in told
+        path in reasons
         for path in everything
         if path.endswith("/kernel") and len(everything[path].shape) < 4
     )
@@ -327,9 +329,9 @@ def test_bytes_before_and_after(name):
             FORMATS[name].bits_per_weight / 16,
             rel=2e-3,  # the float32 scales
         )
-    told = table(rows, FORMATS[name]).splitlines()
-    assert len(told) == len(rows) + 1
-    assert told[-1].startswith(
+    lines = table(rows, FORMATS[name]).splitlines()
+    assert len(lines) == len(rows) + 1
+    assert lines[-1].startswith(
         f"{sums['quantized']} of {sums['linears']} linear layers in {name}: "
     )
 
@@ -339,15 +341,18 @@ def test_bytes_before_and_after(name):
     [
         (
             {"modules_to_not_convert": ("time_embed", "atn1")},
-            r"^model\.quantization\.modules_to_not_convert: 'atn1' is in the name of no linear layer; there are .*attn1/to_q",
+            r"^model\.quantization\.modules_to_not_convert: 'atn1' is in the name of no linear "
+            r"layer; there are .*attn1/to_q",
         ),
         (
             {"fused": ("attn2/to_[kv]",)},
-            r"^model\.quantization\.fused: 'attn2/to_\[kv\]' matches no linear layer; there are .*attn1/to_q",
+            r"^model\.quantization\.fused: 'attn2/to_\[kv\]' matches no linear layer; "
+            r"there are .*attn1/to_q",
         ),
         (
             {"min_width_ratio": 9.0},
-            r"^model\.quantization: leaves no linear layer to quantize \(.*3 by skip time_embed, .*7 by min_dim 1152.*\)$",
+            r"^model\.quantization: leaves no linear layer to quantize "
+            r"\(.*3 by skip time_embed, .*7 by min_dim 1152.*\)$",
         ),
     ],
 )
@@ -430,8 +435,8 @@ def test_the_report_measures_what_each_layer_loses(tmp_path):
     path = tmp_path / "model" / "transformer" / "diffusion_pytorch_model.safetensors"
     weights = load_file(path)
     for name in weights:
-        if found := re.match(r"transformer_blocks\.(\d+)\..*weight", name):
-            weights[name] = np.sign(weights[name]) * abs(weights[name]) ** (1 + int(found[1]))
+        if match := re.match(r"transformer_blocks\.(\d+)\..*weight", name):
+            weights[name] = np.sign(weights[name]) * abs(weights[name]) ** (1 + int(match[1]))
     save_file(weights, path)
 
     def measured(precision):
@@ -459,12 +464,13 @@ def test_the_report_measures_what_each_layer_loses(tmp_path):
         if not row["kept"]:
             assert len(row["errors"]) == row["layers"] == 4
             stack = np.asarray(flatten(network)[path], np.float32)
-            lost = [np.asarray(dequantize(quantize(jnp.asarray(w)))) - w for w in stack]
-            wanted = [
-                np.linalg.norm(d) / np.linalg.norm(w) for d, w in zip(lost, stack, strict=True)
+            differences = [np.asarray(dequantize(quantize(jnp.asarray(w)))) - w for w in stack]
+            expected = [
+                np.linalg.norm(d) / np.linalg.norm(w)
+                for d, w in zip(differences, stack, strict=True)
             ]
             np.testing.assert_allclose(
-                row["errors"], wanted, rtol=2e-3
+                row["errors"], expected, rtol=2e-3
             )  # ties fall otherwise as programs fuse
-            assert min(abs(np.diff(wanted))) > 10 * 2e-3 * max(wanted)  # layers differ
+            assert min(abs(np.diff(expected))) > 10 * 2e-3 * max(expected)  # layers differ
             assert max(fine[path]["errors"]) < 0.5 * min(row["errors"])

@@ -31,9 +31,9 @@ def toy():
 def test_pools_are_the_same_candidates_explored_and_regenerated(toy):
     ways = (("nvfp4", 2), ("nvfp4", 4), ("bf16", 4), ("nvfp4", 2, "best"))
     short, long, exact, best = settings = [ExplorationSetting(*way) for way in ways]
-    told = []
+    calls = []
     pools = explore_and_regenerate(
-        toy, fresh_state(toy).ema, 3, settings, lambda *facts: told.append(facts)
+        toy, fresh_state(toy).ema, 3, settings, lambda *facts: calls.append(facts)
     )
     assert pools.prompts == toy.test_prompts[:3]
     assert pools.true.shape == (3, 8)
@@ -42,7 +42,7 @@ def test_pools_are_the_same_candidates_explored_and_regenerated(toy):
     error = {setting: np.abs(proxy - pools.true).max() for setting, proxy in pools.proxies.items()}
     assert 1e-5 < error[long] < error[short]
     assert error[best] not in (0, error[short])
-    assert sum(done for *_, done in told) == 5 * 3 * 8
+    assert sum(completed for *_, completed in calls) == 5 * 3 * 8
 
 
 @pytest.mark.slow
@@ -60,8 +60,8 @@ def test_another_recipe_changes_exploration_alone(toy):
         assert other.explorer.calibration.backbone is toy.backbone
     adapters = fresh_state(toy).ema
 
-    def segments(there):
-        return len(there.explorer.sampler(adapters, there.explorer.settings[0]).segments)
+    def segments(experiment):
+        return len(experiment.explorer.sampler(adapters, experiment.explorer.settings[0]).segments)
 
     assert (segments(toy), segments(paper), segments(best)) == (1, 1, 2)
 

@@ -56,8 +56,8 @@ def difference(f, x, direction, h):
 def smooth_reward() -> Reward:
     """A reward that is curved everywhere."""
 
-    def score(params, images, wanted):
-        return {"reward": jnp.sin(params * images).mean((1, 2, 3)) + wanted * images[:, 0, 0, 0]}
+    def score(params, images, prepared):
+        return {"reward": jnp.sin(params * images).mean((1, 2, 3)) + prepared * images[:, 0, 0, 0]}
 
     return dataclasses.replace(toy_reward(), score=score, others=())
 
@@ -139,8 +139,8 @@ def test_tiles_have_the_gradient_of_the_whole_image_also_through_a_tower():
     """
     resize = Preprocessing(16, "bicubic", eight_bit=True, fit="crop")
 
-    def score(params, images, wanted):
-        return smooth_reward().score(params, resize(images), wanted)
+    def score(params, images, prepared):
+        return smooth_reward().score(params, resize(images), prepared)
 
     reward = dataclasses.replace(toy_reward(), score=score, others=())
     pipeline = Painter()
@@ -241,7 +241,7 @@ def test_a_sample_has_the_gradient_that_it_has_alone_whatever_the_others_hold():
 def test_a_sample_without_a_score_has_no_gradient():
     """The score is masked where a latent is NaN, which alone gives it a gradient of 0."""
 
-    def score(params, latents, wanted):
+    def score(params, latents, prepared):
         known = jnp.isfinite(latents).all((1, 2, 3))
         return {"reward": jnp.where(known, jnp.where(known, latents[:, 0, 0, 0], 0.0), jnp.nan)}
 
@@ -392,10 +392,10 @@ def test_the_parameters_get_the_gradient_of_the_released_objective_in_float64(na
             return backbone.velocity(params, x, text, time, jnp.float64(1))
 
         v_old = predict(kernels)
-        made = make_targets_of(objective)(
+        targets = make_targets_of(objective)(
             gradient, x - sigma.reshape(-1, 1, 1, 1) * v_old, algorithm
         )
-        target = TrainingTarget(x, x, sigma, np.full(3, 0.5), targets=made)
+        target = TrainingTarget(x, x, sigma, np.full(3, 0.5), targets=targets)
 
         def split(params):
             velocities = Velocities(predict(params), v_old, v_old)
@@ -403,9 +403,9 @@ def test_the_parameters_get_the_gradient_of_the_released_objective_in_float64(na
 
         moved = jax.tree.map(lambda w: 1.1 * w, kernels)
         for params, bound in ((kernels, 1e-10), (moved, None)):
-            wanted, got = (jax.tree.leaves(jax.grad(f)(params)) for f in (released, split))
-            scale = max(np.abs(x).max() for x in wanted)
-            error = max(np.abs(a - b).max() for a, b in zip(wanted, got, strict=True)) / scale
+            expected, got = (jax.tree.leaves(jax.grad(f)(params)) for f in (released, split))
+            scale = max(np.abs(x).max() for x in expected)
+            error = max(np.abs(a - b).max() for a, b in zip(expected, got, strict=True)) / scale
             assert error > 1e-3 if bound is None else error < bound
 
 
@@ -484,9 +484,9 @@ def test_an_iteration_takes_the_gradient_of_the_released_objective(build, name, 
         ].mean()
 
     with jax.set_mesh(built.backbone.mesh):
-        wanted = jax.device_get(jax.jit(released)(trained))
-    scale = max(np.abs(x).max() for x in jax.tree.leaves(wanted))
-    for a, b in zip(jax.tree.leaves(wanted), jax.tree.leaves(got), strict=True):
+        expected = jax.device_get(jax.jit(released)(trained))
+    scale = max(np.abs(x).max() for x in jax.tree.leaves(expected))
+    for a, b in zip(jax.tree.leaves(expected), jax.tree.leaves(got), strict=True):
         np.testing.assert_allclose(b, a, atol=1e-4 * scale, rtol=0)
 
 
@@ -557,7 +557,7 @@ def test_a_run_that_watches_no_other_reward_says_so_and_a_declared_plugin_is_tak
 def without_slope(**options):
     """Its value is finite, and its gradient is 0 * inf."""
 
-    def score(params, images, wanted):
+    def score(params, images, prepared):
         mean = images.mean((1, 2, 3))
         return {"reward": mean + jnp.sqrt(0.0 * mean)}
 

@@ -187,7 +187,8 @@ def test_best_random_keeps_an_odd_number():
 def test_an_unknown_mode_is_refused():
     with pytest.raises(
         ValueError,
-        match=r"rollout\.selection='worst': must be one of 'best_worst', 'best', 'random', 'best_random'",
+        match=r"rollout\.selection='worst': must be one of 'best_worst', 'best', 'random', "
+        r"'best_random'",
     ):
         select(np.zeros((1, 4)), 2, "worst")
 

@@ -81,7 +81,8 @@ def test_rewards_that_all_tie_rank_nothing(value, monkeypatch):
     )
     with pytest.raises(
         RunError,
-        match=r"^the rewards of all candidates of 2 prompt\(s\) tie, so nothing ranks them; take more",
+        match=r"^the rewards of all candidates of 2 prompt\(s\) tie, so nothing ranks them; "
+        r"take more",
     ):
         measure(toy, fresh_state(toy).old, 2, lambda *_: None)
 

@@ -117,19 +117,19 @@ def test_an_evaluation_does_not_depend_on_what_is_trained_on(toy):
     )  # the toy's pictures are a quarter as large
     assert sample_grid(toy, adapters).images.shape[2:4] == (8, 8)
     state, outcome = iterate(toy, fresh_state(toy), 2)
-    made = pool_images(toy, state.old, toy.explorer.settings[0], outcome.ledger, 2)
+    pool = pool_images(toy, state.old, toy.explorer.settings[0], outcome.ledger, 2)
     height, width = toy.for_iteration(2).size
-    assert {grid.images.shape[2:4] for grid in made.phases.values()} == {(height // 4, width // 4)}
+    assert {grid.images.shape[2:4] for grid in pool.phases.values()} == {(height // 4, width // 4)}
 
 
 def test_a_schedule_by_resolution_is_that_of_the_size():
     toy = toy_experiment(SEVERAL, "rollout.schedule=flux")
     for height, width in SIZES:
-        there = toy.with_size((height, width))
+        variant = toy.with_size((height, width))
         expected = make_sigmas("flux", 3, 1.0, height * width // 64)[:-1].astype(np.float32)
-        np.testing.assert_array_equal(there.schedule(3).sigmas, expected)
+        np.testing.assert_array_equal(variant.schedule(3).sigmas, expected)
         explored = (
-            there.explorer.sampler(fresh_state(toy).old, toy.explorer.settings[0])
+            variant.explorer.sampler(fresh_state(toy).old, toy.explorer.settings[0])
             .segments[0]
             .schedule
         )
@@ -138,7 +138,7 @@ def test_a_schedule_by_resolution_is_that_of_the_size():
             make_sigmas("flux", 2, 1.0, height * width // 64)[:-1].astype(np.float32),
         )
         assert (
-            there.explorer is toy.with_size((height, width)).explorer
+            variant.explorer is toy.with_size((height, width)).explorer
         )  # what is measured on a size is measured once
     assert (
         np.abs(

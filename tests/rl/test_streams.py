@@ -115,5 +115,5 @@ def test_no_two_uses_have_a_seed_in_common(toy):
     for stream in ("candidate", "evaluation", "ranking", "calibration seeds"):
         for iteration in (0, 1):
             uses[stream, iteration] = numbers(toy_seeds(prompts, 12, SEED, stream, iteration))
-    assert all(len(found) == 12 * len(prompts) for found in uses.values())
+    assert all(len(seeds) == 12 * len(prompts) for seeds in uses.values())
     assert not [pair for pair in itertools.combinations(uses, 2) if uses[pair[0]] & uses[pair[1]]]

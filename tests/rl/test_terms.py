@@ -88,13 +88,13 @@ def by_hand(backbone, config, state, batch, grid):
                     v(attach(base, adapters, scale)), v(attach(base, state.old, scale)), v(base)
                 )
                 a, b, _, _, std = table[step, :, None]
-                taken = Step(after, a, b, std, (sigmas[step] - sigmas[step + 1])[None])
+                solver_step = Step(after, a, b, std, (sigmas[step] - sigmas[step + 1])[None])
                 target = TrainingTarget(
                     x,
                     batch.latents[row][None],
                     sigmas[step][None],
                     batch.optimality[row][None],
-                    taken,
+                    solver_step,
                 )
                 total += load_objective(config.algorithm.objective)(
                     policies, target, config.algorithm
@@ -132,7 +132,7 @@ def test_recorded_steps_are_trained_at(name, mesh):
 @pytest.mark.slow
 def test_of_a_window_its_steps_alone_are_trained_at():
     """Steps 1 and 2 of four add noise: their states are the only ones there are."""
-    seen = []
+    calls = []
     backbone = toy_backbone()
     grid = toy_grid(STEPS, solver="flow_sde")
     grid = dataclasses.replace(
@@ -142,7 +142,7 @@ def test_of_a_window_its_steps_alone_are_trained_at():
 
     def spy(velocities, target, policy):
         jax.debug.callback(
-            lambda *facts: seen.append(jax.tree.map(np.asarray, facts)),
+            lambda *facts: calls.append(jax.tree.map(np.asarray, facts)),
             target.x,
             target.sigma,
             target.step.after,
@@ -158,7 +158,7 @@ def test_of_a_window_its_steps_alone_are_trained_at():
         spy,
     )
     jax.effects_barrier()
-    x, sigma, after = (np.concatenate(parts) for parts in zip(*seen, strict=True))
+    x, sigma, after = (np.concatenate(parts) for parts in zip(*calls, strict=True))
     states = np.asarray(batch.states)
     pairs = {
         (round(float(s), 4), i)
@@ -213,9 +213,9 @@ def test_a_row_that_must_not_count_may_hold_anything(name):
         "rollout.kept=2",
         "train.num_prompts=3",
     )
-    want, told = run(backbone, config, dataclasses.replace(batch, weight=weight), grid)
+    want, expected_metrics = run(backbone, config, dataclasses.replace(batch, weight=weight), grid)
     got, metrics = run(backbone, config, spoilt, grid)
-    assert metrics == told
+    assert metrics == expected_metrics
     assert metrics["skipped_micro_batches"] == 0
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(x, y)

@@ -110,15 +110,15 @@ def test_the_ledger_tells_the_whole_iteration(experiment, first):
 
 @pytest.mark.exhaustive
 def test_progress_goes_through_the_phases_and_their_rows(toy):
-    told = []
-    iterate(toy, fresh_state(toy), 1, progress=lambda *facts: told.append(facts))
+    calls = []
+    iterate(toy, fresh_state(toy), 1, progress=lambda *facts: calls.append(facts))
     rows = {"explore": 16, "regenerate": 8, "update": 8}
-    assert list(dict.fromkeys(phase for phase, _, _ in told)) == list(rows)
+    assert list(dict.fromkeys(phase for phase, _, _ in calls)) == list(rows)
     for phase, total in rows.items():
-        counts = [(of, done) for name, of, done in told if name == phase]
+        counts = [(of, completed) for name, of, completed in calls if name == phase]
         assert counts[0] == (total, 0)
         assert {of for of, _ in counts} == {total}
-        assert sum(done for _, done in counts) == (0 if phase == "update" else total)
+        assert sum(completed for _, completed in counts) == (0 if phase == "update" else total)
 
 
 @pytest.mark.slow
@@ -157,12 +157,12 @@ def test_low_precision_never_enters_the_loss(toy, monkeypatch):
     same adapters.
     """
     original = Explorer.policy
-    seen = []
+    counts = []
 
     def spied(self, adapters, precision):
         params = original(self, adapters, precision)
         assert precision == "nvfp4"
-        seen.append(sum(isinstance(leaf, NVFP4Tensor) for leaf in flatten(params).values()))
+        counts.append(sum(isinstance(leaf, NVFP4Tensor) for leaf in flatten(params).values()))
         return params
 
     monkeypatch.setattr(Explorer, "policy", spied)
@@ -170,7 +170,7 @@ def test_low_precision_never_enters_the_loss(toy, monkeypatch):
     a, outcome = iterate(everything, fresh_state(toy), 1)
     monkeypatch.setattr(Explorer, "policy", lambda self, adapters, precision: toy.policy(adapters))
     b, exact = iterate(everything, fresh_state(toy), 1)
-    assert seen == [len(toy.explorer.quantized)]
+    assert counts == [len(toy.explorer.quantized)]
     assert np.abs(outcome.ledger["proxy_reward"] - exact.ledger["proxy_reward"]).max() > 1e-4
     same_bits(a.adapters, b.adapters)
     moved = [
@@ -370,19 +370,23 @@ def test_an_iteration_is_a_function_of_its_arguments(toy):
     """Other chunks and micro-batches, which divide nothing, change rounding alone; another seed or
     iteration changes all.
     """
-    want, told = iterate(toy, fresh_state(toy), 1)
+    want, expected_outcome = iterate(toy, fresh_state(toy), 1)
     uneven = toy_experiment("rollout.per_device_batch_size=3", "optimizer.per_device_batch_size=5")
     assert uneven.sampler("regenerate", want.old, 3).samples_per_device == 3
     got, outcome = iterate(uneven, fresh_state(uneven), 1)
-    np.testing.assert_array_equal(outcome.ledger["kept"], told.ledger["kept"])
+    np.testing.assert_array_equal(outcome.ledger["kept"], expected_outcome.ledger["kept"])
     for name in ("proxy_reward", "regenerated_reward"):
-        np.testing.assert_allclose(outcome.ledger[name], told.ledger[name], atol=REWARD_TOLERANCE)
+        np.testing.assert_allclose(
+            outcome.ledger[name], expected_outcome.ledger[name], atol=REWARD_TOLERANCE
+        )
     assert gradient_distance(got, want) < GRADIENT_TOLERANCE
     for other in (
         iterate(toy, fresh_state(toy), 2),
         iterate(toy_experiment("seed=1"), fresh_state(toy), 1),
     ):
-        assert not set(other[1].ledger["seed"].tolist()) & set(told.ledger["seed"].tolist())
+        assert not set(other[1].ledger["seed"].tolist()) & set(
+            expected_outcome.ledger["seed"].tolist()
+        )
         assert gradient_distance(other[0], want) > 1e3 * GRADIENT_TOLERANCE
 
 
@@ -402,16 +406,18 @@ def gradient_distance(a, b):
 @pytest.mark.exhaustive
 def test_an_uneven_chunk_and_micro_batch_train_a_real_network_the_same(experiment, first):
     """In BF16 and NVFP4."""
-    state, told = first
-    there = with_rollout(experiment, per_device_batch_size=3)
-    optimizer = dataclasses.replace(there.config.optimizer, per_device_batch_size=3)
-    there = dataclasses.replace(
-        there, config=dataclasses.replace(there.config, optimizer=optimizer)
+    state, expected_outcome = first
+    variant = with_rollout(experiment, per_device_batch_size=3)
+    optimizer = dataclasses.replace(variant.config.optimizer, per_device_batch_size=3)
+    variant = dataclasses.replace(
+        variant, config=dataclasses.replace(variant.config, optimizer=optimizer)
     )
-    got, outcome = iterate(there, fresh_state(there), 1)
-    np.testing.assert_array_equal(outcome.ledger["kept"], told.ledger["kept"])
+    got, outcome = iterate(variant, fresh_state(variant), 1)
+    np.testing.assert_array_equal(outcome.ledger["kept"], expected_outcome.ledger["kept"])
     np.testing.assert_allclose(
-        outcome.ledger["proxy_reward"], told.ledger["proxy_reward"], atol=REWARD_TOLERANCE
+        outcome.ledger["proxy_reward"],
+        expected_outcome.ledger["proxy_reward"],
+        atol=REWARD_TOLERANCE,
     )
     assert gradient_distance(got, state) < 10 * GRADIENT_TOLERANCE
 

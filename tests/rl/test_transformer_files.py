@@ -47,7 +47,7 @@ def trained(backbone):
     return adapter | {path: draw(flat[path]) for path in WHOLE}
 
 
-def written(backbone, trained, dtype):
+def expected_tensors(backbone, trained, dtype):
     """What the files must hold, by the table that the embedded pipelines were written with."""
     params = replace(backbone.transformer, {path: trained[path] for path in WHOLE})
     params = jax.tree.map(lambda x: np.asarray(x.astype(dtype), np.float32), params)
@@ -66,7 +66,7 @@ def test_diffusers_loads_the_directory_with_every_parameter_in_its_place(
     export_transformer(out, backbone, trained, SETTINGS, dtype=dtype, most=most)
     network = SanaTransformer2DModel.from_pretrained(out)
     got = {name: tensor.detach().float().numpy() for name, tensor in network.state_dict().items()}
-    want = written(backbone, trained, dtype)
+    want = expected_tensors(backbone, trained, dtype)
     assert got.keys() == want.keys()
     for name, values in want.items():
         np.testing.assert_array_equal(got[name], values, err_msg=name)
@@ -113,8 +113,8 @@ def test_files_are_filled_in_order_and_a_large_tensor_has_its_own():
 
 
 def test_what_cannot_be_written_is_refused_in_one_line(backbone, trained, tmp_path):
-    def refused(said, *arguments, **options):
-        with pytest.raises(InputError, match=said) as error:
+    def refused(message, *arguments, **options):
+        with pytest.raises(InputError, match=message) as error:
             export_transformer(*arguments, SETTINGS, **options)
         assert "\n" not in str(error.value)
 

@@ -274,14 +274,14 @@ def test_an_update_is_the_loop_over_terms_and_the_optimizers_step(backbones, mes
 )
 def test_a_micro_batch_is_an_upper_limit_that_need_not_divide_the_terms(backbones, mesh, micro):
     """Eighteen terms in micro-batches that are filled up: the same update, and the same metrics."""
-    want, told = run(
+    want, expected_metrics = run(
         backbones["one"], batch_of(backbones["one"]), with_optimizer(per_device_batch_size=6)
     )
     got, metrics = run(
         backbones[mesh], batch_of(backbones[mesh]), with_optimizer(per_device_batch_size=micro)
     )
     assert distance(got, want) < TOLERANCE
-    assert metrics == pytest.approx(told, rel=10 * TOLERANCE)
+    assert metrics == pytest.approx(expected_metrics, rel=10 * TOLERANCE)
     start = state_of(backbones["one"])
     untrained = dataclasses.replace(jax.tree.map(jnp.asarray, want), adapters=start.adapters)
     assert distance(jax.device_get(untrained), want) > 100 * TOLERANCE
@@ -305,11 +305,11 @@ def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, mic
         latents = np.array(whole.latents)
         weight[position] = 0
         latents[position] = 0.0
-        want, told = run(backbone, batch_of(backbone, weight, latents), config)
+        want, expected_metrics = run(backbone, batch_of(backbone, weight, latents), config)
         latents[position] = BAD[bad]
         got, metrics = run(backbone, batch_of(backbone, weight, latents), config)
         same_bits(got, want)
-        assert metrics == told
+        assert metrics == expected_metrics
         assert metrics["skipped_micro_batches"] == 0
         if micro == 4:
             value, gradient = by_hand(weight)
@@ -425,6 +425,6 @@ def test_the_objective_is_a_function_that_is_given(backbones):
         CONFIG.algorithm.beta * metrics["loss/mine"] / 2, rel=TOLERANCE
     )
     assert "loss/policy" not in metrics
-    usual, told = run(backbone, batch_of(backbone))
-    assert {"loss/policy", "loss/kl", "loss/drift"} < told.keys()
+    usual, usual_metrics = run(backbone, batch_of(backbone))
+    assert {"loss/policy", "loss/kl", "loss/drift"} < usual_metrics.keys()
     assert distance(state, usual) > 100 * TOLERANCE

@@ -74,18 +74,21 @@ def test_what_is_trained_is_what_the_configuration_names(transformer):
 
 
 def test_a_pattern_that_matches_nothing_is_refused_with_what_there_is(transformer):
-    said = "train.parameters: 'blocks/attn' matches no parameter; there are caption_norm/scale, caption_projection/"
-    with pytest.raises(ValueError, match=re.escape(said)) as error:
+    message = (
+        "train.parameters: 'blocks/attn' matches no parameter; there are caption_norm/scale, "
+        "caption_projection/"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
         targets_of(transformer, "blocks/attn")
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "message"),
     [("", "must not be empty"), ("'a(b'", "must be a regular expression"), ("7", "expected text")],
 )
-def test_a_value_that_is_no_pattern_is_refused(value, said):
-    with pytest.raises(ConfigError, match=rf"^train.parameters=.*: {said}"):
+def test_a_value_that_is_no_pattern_is_refused(value, message):
+    with pytest.raises(ConfigError, match=rf"^train.parameters=.*: {message}"):
         resolve("tiny", [f"train.parameters={value}"])
 
 
@@ -93,7 +96,8 @@ def test_an_old_policy_that_bf16_could_not_move_is_refused():
     slow = ("train.parameters=all", "algorithm.decay_type=2")
     with pytest.raises(
         ConfigError,
-        match=r"algorithm.decay_type=2: must be 0, 1 or 3, or rollout.precision=fp32, where whole param",
+        match=r"algorithm.decay_type=2: must be 0, 1 or 3, or rollout.precision=fp32, "
+        r"where whole param",
     ):
         resolve("tiny", slow)
     assert resolve("tiny", (*slow, "rollout.precision=fp32")).algorithm.decay_type == 2
@@ -111,7 +115,8 @@ def test_what_no_device_holds_is_refused_before_anything_is_loaded(transformer, 
     monkeypatch.setattr(memory_check, "device_memory", lambda: least - 1)
     with pytest.raises(
         InputError,
-        match=r"^train.parameters=all: 0.00\d+ billion parameters in full take .* GB of a device, which",
+        match=r"^train.parameters=all: 0.00\d+ billion parameters in full take .* GB of a device, "
+        r"which",
     ):
         memory_check.check_memory(config, pipeline, targets, 2)
 
@@ -263,12 +268,12 @@ def test_a_copy_in_bf16_follows_in_float32_and_is_rounded_once():
 def test_exploration_quantizes_the_arrays_that_are_trained_and_reads_them_elsewhere():
     backbone = toy_backbone()
     form = FORMATS["nvfp4"]
-    own = {path: leaf + 0.5 for path, leaf in flatten(backbone.transformer).items()}
-    policy = flatten(sync_policy(backbone, own, 2.0, (BLOCK,), Quantizer(form.quantize)))
+    parameters = {path: leaf + 0.5 for path, leaf in flatten(backbone.transformer).items()}
+    policy = flatten(sync_policy(backbone, parameters, 2.0, (BLOCK,), Quantizer(form.quantize)))
     np.testing.assert_array_equal(
-        dequantize(policy[BLOCK]), dequantize(jax.jit(form.quantize)(own[BLOCK]))
+        dequantize(policy[BLOCK]), dequantize(jax.jit(form.quantize)(parameters[BLOCK]))
     )
-    np.testing.assert_array_equal(policy[OUT], own[OUT])
+    np.testing.assert_array_equal(policy[OUT], parameters[OUT])
 
 
 def torch_update(backbone, trained, old, batch, targets):
@@ -280,10 +285,10 @@ def torch_update(backbone, trained, old, batch, targets):
     def t(x):
         return torch.tensor(np.array(x, np.float64))
 
-    def tree(own):
+    def tree(parameters):
         return {
             p: {k: t(v) for k, v in ab.items()} if isinstance(ab, dict) else t(ab)
-            for p, ab in own.items()
+            for p, ab in parameters.items()
         }
 
     base = flatten(backbone.transformer)
@@ -293,19 +298,19 @@ def torch_update(backbone, trained, old, batch, targets):
     text = t(batch.conditioning["text"])[np.asarray(batch.prompt)]
     grid = toy_grid(STEPS)
 
-    def weight(own, p):
+    def weight(value, p):
         return (
-            t(base[p]) + lora.alpha / lora.rank * own["a"] @ own["b"]
-            if isinstance(own, dict)
-            else own
+            t(base[p]) + lora.alpha / lora.rank * value["a"] @ value["b"]
+            if isinstance(value, dict)
+            else value
         )
 
-    own = tree(trained)
+    policy = tree(trained)
     kept = tree(old)
     leaves = [
         x
         for p in targets.adapted + targets.whole
-        for x in (own[p].values() if isinstance(own[p], dict) else [own[p]])
+        for x in (policy[p].values() if isinstance(policy[p], dict) else [policy[p]])
     ]
     for leaf in leaves:
         leaf.requires_grad_()
@@ -331,7 +336,7 @@ def torch_update(backbone, trained, old, batch, targets):
 
         v, v_old, v_ref = (
             of(*(weight(q[p], p) for p in KERNELS))
-            for q in (own, kept, tree({p: base[p] for p in KERNELS}))
+            for q in (policy, kept, tree({p: base[p] for p in KERNELS}))
         )
 
         def matching(u, x=x, x0=x0, sigma=sigma):
@@ -357,7 +362,7 @@ def torch_update(backbone, trained, old, batch, targets):
         adam.eps,
         weight_decay=adam.weight_decay,
     ).step()
-    numbers = jax.tree.map(lambda x: x.detach().numpy(), own)
+    numbers = jax.tree.map(lambda x: x.detach().numpy(), policy)
     return numbers, loss.item(), length.item()
 
 

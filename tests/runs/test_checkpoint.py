@@ -105,10 +105,10 @@ def test_a_state_moves_between_meshes(tmp_path):
     placed = jax.device_put(state, wide)
     for iteration, placement in enumerate(placements[1:]):
         path = save(tmp_path, iteration, placed, {})
-        wanted = jax.tree.map(
+        target = jax.tree.map(
             lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), state, placement
         )
-        placed, _ = checkpoint.restore(path, wanted)
+        placed, _ = checkpoint.restore(path, target)
         assert_same_bits(placed, state)
         assert jax.tree.map(lambda leaf: leaf.sharding, placed) == placement
 
@@ -317,7 +317,7 @@ def dying_at(monkeypatch, instant, arrays):
 def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path, monkeypatch):
     new = make_state(5)
     arrays = save(tmp_path, 5, new, {}) / "arrays"
-    seen = []
+    outcomes = []
     for instant in range(1000):
         root = Path(shutil.copytree(saved, tmp_path / str(instant)))
         try:
@@ -326,19 +326,23 @@ def test_death_between_any_two_changes_leaves_a_good_checkpoint(saved, tmp_path,
         except Killed:
             newest = checkpoint.list_checkpoints(root)[0]
             checkpoint.verify(newest)
-            seen.append(
+            outcomes.append(
                 (newest.name, "new" in json.loads((newest / "meta.json").read_text())["meta"])
             )
         else:
             break
-        if seen[-1] not in seen[:-1]:
+        if outcomes[-1] not in outcomes[:-1]:
             state, meta, warnings = checkpoint.restore_latest(root, abstract(new), {})
             assert_same_bits(state, new if "new" in meta else make_state(2))
             assert warnings == []
             save(root, 3, new, {}, keep=1)
             assert os.listdir(root) == ["000003"]
-    assert len(seen) > 20
-    assert sorted(set(seen)) == [("000002", False), ("000002", True), ("000002.replaced", False)]
+    assert len(outcomes) > 20
+    assert sorted(set(outcomes)) == [
+        ("000002", False),
+        ("000002", True),
+        ("000002.replaced", False),
+    ]
 
 
 SAVER = textwrap.dedent(
@@ -382,13 +386,13 @@ def test_kill_nine_while_saving(tmp_path):
         "n": jax.ShapeDtypeStruct((), jnp.int32),
     }
     for root, process in processes:
-        said = [0, *map(int, process.stdout.read().split())]
+        iterations = [0, *map(int, process.stdout.read().split())]
         assert process.wait(timeout=300) == -signal.SIGKILL
         process.stdout.close()
         process.stderr.close()
         state, meta, warnings = checkpoint.restore_latest(root, like, {})
         assert warnings == []
-        assert meta["iteration"] - said[-1] in (0, 1)
+        assert meta["iteration"] - iterations[-1] in (0, 1)
         assert (
             np.asarray(state["w"]) == np.asarray(jnp.full((256, 64), meta["n"], jnp.bfloat16))
         ).all()
@@ -409,7 +413,8 @@ def full(*_args, **_kwargs):
 
 def full_in_orbax(*_args):
     raise ValueError(
-        f"RESOURCE_EXHAUSTED: Failed to write 9 bytes: {os.strerror(errno.ENOSPC)} [os_error_code='28']"
+        f"RESOURCE_EXHAUSTED: Failed to write 9 bytes: {os.strerror(errno.ENOSPC)}"
+        " [os_error_code='28']"
     )
 
 
@@ -439,30 +444,30 @@ def test_a_full_disk_is_one_line_and_takes_nothing(root, monkeypatch, owner, nam
 
 def test_what_orbax_leaves_to_asyncio_is_not_told_again(caplog):
     checkpoint.orbax()
-    for folder, told in (("orbax", 0), ("other", 1)):
+    for folder, count in (("orbax", 0), ("other", 1)):
         caplog.clear()
         with pytest.raises(ValueError, match="full") as caught:
             exec(compile("raise ValueError('full')", f"/packages/{folder}/writer.py", "exec"))
         logging.getLogger("asyncio").error(
             "Task exception was never retrieved", exc_info=caught.value
         )
-        assert len(caplog.records) == told
+        assert len(caplog.records) == count
 
 
 @pytest.mark.parametrize(
-    ("error", "shown"),
+    ("error", "count"),
     [
         (ValueError("RESOURCE_EXHAUSTED: Failed to write 9 bytes"), 0),
         (ValueError("something else"), 1),
         (OSError(errno.ENOSPC, "of another library"), 1),
     ],
 )
-def test_a_full_disk_in_a_future_of_tensorstore_is_not_told_again(error, shown, caplog):
+def test_a_full_disk_in_a_future_of_tensorstore_is_not_told_again(error, count, caplog):
     """asyncio logs a future whose exception nobody has asked for, and it has no stack trace."""
     checkpoint.orbax()
     caplog.clear()
     logging.getLogger("asyncio").error("Future exception was never retrieved", exc_info=error)
-    assert len(caplog.records) == shown
+    assert len(caplog.records) == count
 
 
 @pytest.mark.slow

@@ -51,13 +51,16 @@ def test_a_state_may_be_overwritten_as_soon_as_its_save_has_begun(tmp_path, spre
         assert_same_bits(saved, {"w": jnp.asarray(sign * values), "n": jnp.int32(sign)})
 
 
-@pytest.mark.parametrize("told", ["save", "wait", "end", "end of a run that failed"])
+@pytest.mark.parametrize("call", ["save", "wait", "end", "end of a run that failed"])
 def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(
-    tmp_path, monkeypatch, told
+    tmp_path, monkeypatch, call
 ):
     save(tmp_path, 1, SMALL, {})
     saver = Saver(tmp_path, keep=3, best=0)
-    expected = f"disk full while writing {tmp_path / '000002'}; the last checkpoint is {tmp_path / '000001'}"
+    expected = (
+        f"disk full while writing {tmp_path / '000002'};"
+        f" the last checkpoint is {tmp_path / '000001'}"
+    )
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint_writer, "start_writing", lambda *_: (full, lambda: None))
         saver.save(2, SMALL, {})
@@ -69,7 +72,7 @@ def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(
 
     calls = {"save": lambda: saver.save(3, SMALL, {}), "wait": saver.wait, "end": end}
     with pytest.raises(RunError) as error:
-        calls.get(told, lambda: end(ValueError("the run failed for another reason")))()
+        calls.get(call, lambda: end(ValueError("the run failed for another reason")))()
     assert str(error.value) == expected
     assert os.listdir(tmp_path) == ["000001"]
     saver.wait()  # it is told once
@@ -85,12 +88,12 @@ def test_one_save_at_a_time_and_one_an_iteration(tmp_path, monkeypatch):
         events.append(f"copied {number}")
         wait, merge = original(folder, arrays)
 
-        def held() -> None:
+        def gated_wait() -> None:
             assert go.wait(60)
             wait()
             events.append(f"written {number}")
 
-        return held, merge
+        return gated_wait, merge
 
     monkeypatch.setattr(checkpoint_writer, "start_writing", gated)
     with Saver(tmp_path, keep=3, best=0) as saver:
@@ -139,7 +142,7 @@ def test_a_checkpoint_that_is_removed_while_they_are_ranked_is_left_out(tmp_path
     assert [path.name for path in checkpoint.rank_by_reward(tmp_path)] == ["000001"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------------------
 
 WORKER = textwrap.dedent(
     """
@@ -162,7 +165,7 @@ WORKER = textwrap.dedent(
 
     states = pickle.loads((root / "states").read_bytes())
     wide, tall = (jax.make_mesh(shape, ("data", "fsdp")) for shape in ((2, 4), (4, 2)))
-    said = {}
+    results = {}
 
     def line(act):
         try:
@@ -171,7 +174,9 @@ WORKER = textwrap.dedent(
             return f"{type(error).__name__}: {error}"
 
     # what one process with eight devices saved
-    state, said["meta"] = checkpoint.restore(root / "one" / "000001", abstract_on(states[1], tall))
+    state, results["meta"] = checkpoint.restore(
+        root / "one" / "000001", abstract_on(states[1], tall)
+    )
     assert_holds(state, states[1])
 
     # two saves beside collectives of the devices
@@ -183,12 +188,15 @@ WORKER = textwrap.dedent(
             rows = jax.device_put(jnp.ones(8), NamedSharding(wide, P(("data", "fsdp"))))
             for _ in range(20):
                 rows = mean(rows)
-    state, meta, warnings = checkpoint.restore_latest(root / "two", abstract_on(states[1], tall), {})
+    state, meta, warnings = checkpoint.restore_latest(
+        root / "two", abstract_on(states[1], tall), {}
+    )
     assert_holds(state, states[2])
-    said["newest"] = [meta["iteration"], meta["by"], warnings]
+    results["newest"] = [meta["iteration"], meta["by"], warnings]
 
     # a disk that refuses one process, at once and later
-    original, full = checkpoint_writer.start_writing, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    original = checkpoint_writer.start_writing
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     def early(folder, arrays):
         if me == 1:
             raise full
@@ -202,37 +210,45 @@ WORKER = textwrap.dedent(
         return refused, merge
     for number, broken in enumerate((late, early), start=3):
         checkpoint_writer.start_writing = broken
-        said[f"full {number}"] = line(lambda: save(root / "two", number, state, {}))
+        results[f"full {number}"] = line(lambda: save(root / "two", number, state, {}))
     checkpoint_writer.start_writing = original
-    said["there"] = consensus.from_first("there", lambda: sorted(os.listdir(root / "two")))
+    results["there"] = consensus.from_first("there", lambda: sorted(os.listdir(root / "two")))
 
     # the newest one is damaged: no process may take another one than the others
     def damage():
         file = next((root / "two" / "000002" / "arrays" / "d").iterdir())
         file.write_bytes(file.read_bytes()[:-1])
     consensus.from_first("damage", damage)
-    state, meta, warnings = checkpoint.restore_latest(root / "two", abstract_on(states[1], wide), {})
+    state, meta, warnings = checkpoint.restore_latest(
+        root / "two", abstract_on(states[1], wide), {}
+    )
     assert_holds(state, states[1])
-    said["before"] = [meta["iteration"], len(warnings)]
+    results["before"] = [meta["iteration"], len(warnings)]
 
     # what one process alone cannot read, none has
     compare = checkpoint.compare_leaves
     def other(*arguments):
         raise CheckpointError("not here")
     checkpoint.compare_leaves = other if me == 1 else compare
-    said["unread"] = line(lambda: checkpoint.restore(root / "two" / "000001", abstract_on(states[1], wide)))
+    results["unread"] = line(
+        lambda: checkpoint.restore(root / "two" / "000001", abstract_on(states[1], wide))
+    )
 
     def wrong():
         if me == 1:
             raise KeyError("gone")
         return me
-    said["other"] = line(lambda: consensus.on_every("wrong", wrong))
-    said["no JSON"] = line(lambda: consensus.on_every("no JSON", lambda: {me} if me == 1 else me))
+    results["other"] = line(lambda: consensus.on_every("wrong", wrong))
+    results["no JSON"] = line(
+        lambda: consensus.on_every("no JSON", lambda: {me} if me == 1 else me)
+    )
     for count in range(5):
         consensus.on_every("counted", lambda: count)
-    said["all"] = consensus.on_every("right", lambda: me)
-    said["counted"] = sorted(key for key, _ in consensus.client().key_value_dir_get("solrl_jax/counted"))
-    print(json.dumps(said), flush=True)
+    results["all"] = consensus.on_every("right", lambda: me)
+    results["counted"] = sorted(
+        key for key, _ in consensus.client().key_value_dir_get("solrl_jax/counted")
+    )
+    print(json.dumps(results), flush=True)
     """
 )
 
@@ -275,9 +291,9 @@ def two(tmp_path_factory):
 
 @pytest.mark.slow
 def test_two_processes_save_and_restore_as_one(two):
-    for said in two[0]:
-        assert said["meta"] == {"by": "one", "iteration": 1}
-        assert said["newest"] == [2, 0, []]
+    for result in two[0]:
+        assert result["meta"] == {"by": "one", "iteration": 1}
+        assert result["newest"] == [2, 0, []]
 
 
 @pytest.mark.slow
@@ -296,7 +312,10 @@ def test_no_process_decides_alone(two):
     one, other = two[0]
     root = two[1] / "two"
     for number in (3, 4):
-        line = f"RunError: disk full while writing {root / f'{number:06d}'}; the last checkpoint is {root / '000002'}"
+        line = (
+            f"RunError: disk full while writing {root / f'{number:06d}'};"
+            f" the last checkpoint is {root / '000002'}"
+        )
         assert one[f"full {number}"] == other[f"full {number}"] == line
     assert one["there"] == other["there"] == ["000001", "000002"]
     assert one["before"] == other["before"] == [1, 1]

@@ -119,7 +119,7 @@ def test_an_image_grid_asks_a_reward_outside_jax_that_marks_images(toy):
 def test_scores_are_those_of_the_policy_in_the_training_precision(toy):
     adapters = jax.tree.map(lambda x: x + 0.1, fresh_state(toy).ema)
     result = evaluate(toy, adapters)
-    done = []
+    counts = []
     prompts = toy.test_prompts[:3]
     sampler = toy.sampler("evaluate", adapters, 2)
     prompted = toy.encode_prompts(prompts, toy.evaluation_reward)
@@ -135,9 +135,9 @@ def test_scores_are_those_of_the_policy_in_the_training_precision(toy):
         assert result.means[name] == pytest.approx(scores.mean(), rel=1e-6)
         assert result.errors[name] == pytest.approx(scores.std() / np.sqrt(12), rel=1e-5)
     assert result.scores.keys() == {"reward", "mean"}
-    other = evaluate(toy, fresh_state(toy).ema, done.append)
+    other = evaluate(toy, fresh_state(toy).ema, counts.append)
     assert np.abs(other.scores["reward"] - result.scores["reward"]).max() > 1e-3
-    assert sum(done) == 12
+    assert sum(counts) == 12
 
 
 def test_pictures_without_a_score_are_left_out_of_means(toy):
@@ -174,8 +174,8 @@ def test_scores_whose_squares_float32_cannot_hold_have_an_error(toy, recwarn):
 
 
 def test_the_picture_has_four_of_each_prompt_and_says_which_are_right(toy):
-    there = dataclasses.replace(toy, evaluation_reward=judge())
-    grid = sample_grid(there, fresh_state(toy).ema)
+    experiment = dataclasses.replace(toy, evaluation_reward=judge())
+    grid = sample_grid(experiment, fresh_state(toy).ema)
     assert grid.prompts == toy.test_prompts[:2]
     assert grid.images.shape[:2] == (2, 4)
     assert ((grid.images >= 0) & (grid.images <= 1)).all()
@@ -207,17 +207,17 @@ def test_the_clock_tells_seconds_by_phase_and_what_was_compiled():
     clock.stop()  # of nothing
     assert list(clock.seconds) == ["explore", "regenerate", "update"]
 
-    told = clock.report(6, 2)
-    assert {name for name in told if name.startswith("seconds/")} == {
+    figures = clock.report(6, 2)
+    assert {name for name in figures if name.startswith("seconds/")} == {
         "seconds/explore",
         "seconds/regenerate",
         "seconds/update",
         "seconds/compile",
     }
-    assert told["seconds"] == pytest.approx(sum(clock.seconds.values()))
-    assert told["images_per_second/explore"] == pytest.approx(6 / clock.seconds["explore"])
-    assert 0 < told["seconds/compile"] <= told["seconds"]
-    assert told["images_per_second/regenerate"] == pytest.approx(2 / clock.seconds["regenerate"])
+    assert figures["seconds"] == pytest.approx(sum(clock.seconds.values()))
+    assert figures["images_per_second/explore"] == pytest.approx(6 / clock.seconds["explore"])
+    assert 0 < figures["seconds/compile"] <= figures["seconds"]
+    assert figures["images_per_second/regenerate"] == pytest.approx(2 / clock.seconds["regenerate"])
     assert "images_per_second/regenerate" not in clock.report(6, None)
 
 
@@ -245,23 +245,23 @@ def test_pictures_of_a_pool_are_those_whose_rewards_the_ledger_has(settings):
     state, _ = iterate(toy, fresh_state(toy), 1)  # so that the adapters do something
     old = jax.tree.map(jnp.copy, state.old)
     _, outcome = iterate(toy, state, 2)
-    made = pool_images(toy, old, toy.explorer.settings[0], outcome.ledger, 2)
+    pool = pool_images(toy, old, toy.explorer.settings[0], outcome.ledger, 2)
     columns = {
         name: np.ma.getdata(values).reshape(2, -1)
         for name, values in outcome.ledger.items()
         if np.ndim(values)
     }
-    assert list(made.prompts) == columns["prompt"][:, 0].tolist()
-    assert made.phases.keys() == (
+    assert list(pool.prompts) == columns["prompt"][:, 0].tolist()
+    assert pool.phases.keys() == (
         {"explored"} if settings == NOT_REGENERATED else {"explored", "regenerated"}
     )
-    for row, prompt in enumerate(made.prompts):
+    for row, prompt in enumerate(pool.prompts):
         kept = np.flatnonzero(columns["kept"][row])
         by_rank = kept[np.argsort(columns["rank"][row][kept])]
-        assert made.candidates[row].tolist() == by_rank[[0, 1, -2, -1]].tolist()
-        for phase, grid in made.phases.items():
+        assert pool.candidates[row].tolist() == by_rank[[0, 1, -2, -1]].tolist()
+        for phase, grid in pool.phases.items():
             rewards = columns["proxy_reward" if phase == "explored" else "regenerated_reward"][
-                row, made.candidates[row]
+                row, pool.candidates[row]
             ]
             drawn = 1 - np.abs(grid.images[row].mean((1, 2, 3)) - prompt_uid(prompt) / 2**32)
             np.testing.assert_allclose(drawn, rewards, atol=1e-6)
@@ -305,18 +305,18 @@ def test_where_two_policies_differ_most_is_drawn_as_it_was_scored(toy):
     sizes = np.abs(gains)
     order = np.argsort(-sizes.max(1))
     assert differing.prompts.tolist() == order[:2].tolist()
-    for prompt, pictures, shown in zip(
+    for prompt, pictures, differences in zip(
         differing.prompts, differing.images, differing.gains, strict=True
     ):
         assert pictures.tolist() == np.argsort(-sizes[prompt])[:3].tolist()
-        np.testing.assert_array_equal(shown, gains[prompt, pictures])
+        np.testing.assert_array_equal(differences, gains[prompt, pictures])
     for adapters, result in zip(policies, (first, second), strict=True):
         grid = differing.draw(toy, adapters)
         assert list(grid.prompts) == [toy.test_prompts[i] for i in differing.prompts]
-        wanted = np.take_along_axis(
+        expected = np.take_along_axis(
             result.scores["mean"][differing.prompts], differing.images, axis=1
         )
-        np.testing.assert_allclose(grid.images.mean((2, 3, 4)), wanted, rtol=1e-5)
+        np.testing.assert_allclose(grid.images.mean((2, 3, 4)), expected, rtol=1e-5)
 
 
 def test_pictures_without_a_score_differ_least():
@@ -331,10 +331,10 @@ def test_pictures_without_a_score_differ_least():
 
 
 def test_the_setting_names_all_that_a_figure_depends_on(toy):
-    said = describe_evaluation(toy)
+    setting = describe_evaluation(toy)
     digest = hashlib.sha256(b"to test on 0\nto test on 1\nto test on 2\n").hexdigest()[:12]
     pictures = f"3 prompts (sha256 {digest}) x 4 images of 32 x 32"
-    assert said == f"{pictures}; euler, 2 steps, guidance 1, bf16, seed 0"
+    assert setting == f"{pictures}; euler, 2 steps, guidance 1, bf16, seed 0"
     config = toy.config
     for section, change in (
         ("eval", {"num_prompts": 2}),
@@ -350,4 +350,4 @@ def test_the_setting_names_all_that_a_figure_depends_on(toy):
         changed = dataclasses.replace(
             config, **{section: dataclasses.replace(getattr(config, section), **change)}
         )
-        assert describe_evaluation(dataclasses.replace(toy, config=changed)) != said
+        assert describe_evaluation(dataclasses.replace(toy, config=changed)) != setting

@@ -1,4 +1,6 @@
-"""The warnings: the trained reward rises by more than chance, and a watched one falls or stops rising."""
+"""The warnings: the trained reward rises by more than chance, and a watched one falls or stops
+rising.
+"""
 
 import json
 from pathlib import Path
@@ -40,8 +42,8 @@ def test_the_line_names_the_watched_reward_and_both_changes():
     ]
     now = row(9, 0.6, 0.4, **{"eval/ocr": 0.8, "eval/ocr/standard_error": 0.01})
     assert hacking_alarms(rows, now, ["ocr", "clip"]) == [
-        "reward hacking? since the evaluation after iteration 5 the trained reward rose from 0.500 to 0.600,"
-        " the watched 'clip' fell from 0.500 to 0.400"
+        "reward hacking? since the evaluation after iteration 5 the trained reward rose from"
+        " 0.500 to 0.600, the watched 'clip' fell from 0.500 to 0.400"
     ]
 
 
@@ -55,8 +57,8 @@ def test_a_score_that_is_watched_since_later_is_compared_with_its_first():
 def test_a_score_that_stops_rising_is_compared_with_its_highest_value():
     rows = [row(0, 0.5, 0.5), row(4, 0.6, 0.7), row(8, 0.61, 0.69), {"iteration": 9, "loss": 1.0}]
     assert hacking_alarms(rows, row(12, 0.65, 0.7), ["clip"]) == [
-        "reward hacking? since the evaluation after iteration 4 the trained reward rose from 0.600 to 0.650,"
-        " the watched 'clip' no longer rises: 0.700, now 0.700"
+        "reward hacking? since the evaluation after iteration 4 the trained reward rose from"
+        " 0.600 to 0.650, the watched 'clip' no longer rises: 0.700, now 0.700"
     ]
     assert not hacking_alarms(rows, row(12, 0.65, 0.71), ["clip"])  # it still rises
     assert not hacking_alarms(rows, row(12, 0.61, 0.7), ["clip"])  # neither rises
@@ -82,7 +84,9 @@ def test_a_score_that_falls_and_stopped_before_gives_one_line():
 
 
 def test_runs_of_the_study_warn_as_the_docstring_says():
-    """The reward gradient's runs stop raising the watched score; those of `nft` and `awm` do not."""
+    """The reward gradient's runs stop raising the watched score; those of `nft` and `awm` do
+    not.
+    """
     study = json.loads((Path(__file__).parents[2] / "benchmarks/study-learning.json").read_text())
     errors = {"eval/reward/standard_error": 0.0055, "eval/shapes/standard_error": 0.0185}
     warned = set()

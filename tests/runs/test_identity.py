@@ -74,7 +74,8 @@ def test_files_of_unknown_origin_are_not_overwritten(tmp_path, record):
         path.mkdir()
         (path / "mine").touch()
     assert refusal(tmp_path) == (
-        f"run.dir={str(tmp_path)!r} has {record} but no config.yaml, so it may not be a run's; name another directory"
+        f"run.dir={str(tmp_path)!r} has {record} but no config.yaml, so it may not be a run's;"
+        " name another directory"
     )
 
 
@@ -114,8 +115,8 @@ def test_a_run_whose_checkpoints_were_moved_away_does_not_start_over(folder, fin
     else:
         shutil.rmtree(folder / "checkpoints")
     assert refusal(folder) == (
-        f"run.dir={str(folder)!r} records 4 iterations, but {folder / 'checkpoints'} holds no checkpoint;"
-        " put the checkpoints back, or name another directory"
+        f"run.dir={str(folder)!r} records 4 iterations, but {folder / 'checkpoints'} holds no"
+        " checkpoint; put the checkpoints back, or name another directory"
     )
 
 

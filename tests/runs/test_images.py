@@ -86,8 +86,8 @@ def test_a_moving_grid_beyond_the_limits_of_webp_is_shrunk(tmp_path, monkeypatch
     image_files.save_grid(path, clips, 1, ["x"] * 600, facts, frames_per_second=16)
     assert Image.open(path).height > image_files.MAX_WEBP_SIDE
     assert Image.open(tmp_path / "grid.webp").height == image_files.MAX_WEBP_SIDE
-    found, _ = image_files.read_moving_grid(path, 2, 16)
-    for (first, second), value in zip(found, values, strict=True):
+    pairs, _ = image_files.read_moving_grid(path, 2, 16)
+    for (first, second), value in zip(pairs, values, strict=True):
         center = (first.width // 2, first.height // 2)
         assert abs(first.getpixel(center)[0] - 255 * value) <= 6  # lossy and resized
         assert abs(second.getpixel(center)[0] - 128) <= 6
@@ -131,16 +131,16 @@ def test_the_images_of_a_grid_are_read_again_with_their_facts(tmp_path):
     images = RNG.random((3, 8, 10, 3))
     facts = [{"prompt": "é </script>", "right": right} for right in (True, False, None)]
     image_files.save_grid(tmp_path / "grid.png", images, 2, list("abc"), facts)
-    found = image_files.read_grid(tmp_path / "grid.png")
-    assert [fact for _, fact in found] == facts
-    for (image, _), saved in zip(found, images, strict=True):
+    cells = image_files.read_grid(tmp_path / "grid.png")
+    assert [fact for _, fact in cells] == facts
+    for (image, _), saved in zip(cells, images, strict=True):
         assert (np.asarray(image) == to_uint8(saved)).all()
     image_files.save_grid(tmp_path / "older.png", images, 2, list("abc"))
     assert image_files.read_grid(tmp_path / "older.png") == []
 
 
-@pytest.mark.parametrize(("size", "shown"), [(16, 96), (40, 120), (200, 200), (512, 384)])
-def test_before_and_after_stand_side_by_side(tmp_path, size, shown):
+@pytest.mark.parametrize(("size", "side"), [(16, 96), (40, 120), (200, 200), (512, 384)])
+def test_before_and_after_stand_side_by_side(tmp_path, size, side):
     before = np.zeros((2, 3, size, size, 3))
     after = np.full((2, 3, size, size, 3), 0.5)
     image_files.save_before_after(
@@ -149,8 +149,8 @@ def test_before_and_after_stand_side_by_side(tmp_path, size, shown):
     pixels = sheet_of(tmp_path / "sheet.png")
     middle = pixels.shape[1] // 2
     for half, value in ((pixels[:, :middle], 0), (pixels[:, middle:], 128)):
-        assert (half == value).all(-1).sum() >= 6 * shown**2
-    assert pixels.shape[1] == 2 * (16 + 3 * (shown + 8) + 2 * 4) + 24
+        assert (half == value).all(-1).sum() >= 6 * side**2
+    assert pixels.shape[1] == 2 * (16 + 3 * (side + 8) + 2 * 4) + 24
     assert Image.open(tmp_path / "sheet.png").text["Title"] == "before training    after training"
 
 

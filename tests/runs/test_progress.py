@@ -29,9 +29,9 @@ def test_a_log_has_the_time_left_of_what_is_left_to_do(monkeypatch, clock):
     with progress.TerminalProgress() as report:
         report.start(20, 4)  # resumed: the four before took no time of this start
         report.phase("explore", 12, 0)
-        for done in (5, 6):
+        for iteration in (5, 6):
             clock[0] += 30
-            report.iteration(done, ROW)
+            report.iteration(iteration, ROW)
     lines = sys.stderr.getvalue().splitlines()
     assert lines[0] == "iteration 5: pool 0.250, kept 0.500, spearman 0.80, 2.0 s, about 07:30 left"
     assert lines[1].endswith("about 07:00 left")
@@ -68,12 +68,13 @@ def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeyp
     summary = {"run": "runs/demo", "trained_in_full": 0, "before": before, "after": after}
     gained, *rest = train.closing(summary, html_report=True).splitlines()
     assert gained.startswith(
-        "gained: held-out reward +0.200 (0.300 ± 0.030 -> 0.500 ± 0.040), strict success +0.150 (0.100 "
+        "gained: held-out reward +0.200 (0.300 ± 0.030 -> 0.500 ± 0.040),"
+        " strict success +0.150 (0.100 "
     )
     assert rest == [
         "report: open runs/demo/report.html in a browser",
-        "next:   .venv/bin/solrl generate runs/demo --prompts FILE --out images; .venv/bin/solrl export runs/demo --out"
-        " lora.safetensors",
+        "next:   .venv/bin/solrl generate runs/demo --prompts FILE --out images;"
+        " .venv/bin/solrl export runs/demo --out lora.safetensors",
     ]
     monkeypatch.setattr(train.shutil, "which", lambda name: "/usr/bin/solrl")
     assert (

@@ -103,13 +103,13 @@ def test_what_cannot_be_published_is_one_line_before_anything_is_written(run, op
 
 
 def upload(run, environment, token, *options):
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "solrl_jax", "export", str(run), "--hub", "owner/lora", *options],
         env=os.environ | environment | {"HF_TOKEN": token, "HF_HOME": str(run / "home")},
         capture_output=True,
         text=True,
     )
-    return done.returncode, done.stdout, done.stderr
+    return process.returncode, process.stdout, process.stderr
 
 
 @pytest.mark.slow
@@ -175,18 +175,18 @@ def test_absolute_paths_do_not_leave_the_machine(tmp_path):
     assert tmp_path.name not in command
 
 
-@pytest.mark.parametrize(("scale", "said"), [(1.0, False), (4.0, True)])
-def test_the_example_guides_as_the_run_does(scale, said):
+@pytest.mark.parametrize(("scale", "guidance"), [(1.0, False), (4.0, True)])
+def test_the_example_guides_as_the_run_does(scale, guidance):
     """By classifier-free guidance too, for models that embed the scale of their own guidance."""
     config = resolve("flux1_sol_rl_hpsv2", (f"rollout.true_cfg_scale={scale}",))
     example = model_card._usage(config, "someone/lora", FluxPipeline, whole=False)
     assert "    guidance_scale=1,\n" in example
-    assert ('    true_cfg_scale=4,\n    negative_prompt="",\n' in example) is said
+    assert ('    true_cfg_scale=4,\n    negative_prompt="",\n' in example) is guidance
     compile(example.split("```")[1].removeprefix("python"), "example", "exec")
 
 
 @pytest.mark.parametrize(
-    ("model", "scale", "said"),
+    ("model", "scale", "arguments"),
     [
         ("zimage", 1, ["guidance_scale=0,"]),  # it guides by 1 plus its scale
         ("zimage", 5, ["guidance_scale=4,"]),
@@ -195,16 +195,16 @@ def test_the_example_guides_as_the_run_does(scale, said):
         ("sana", 1, ["guidance_scale=1,", "complex_human_instruction=None,"]),
     ],
 )
-def test_the_example_has_the_arguments_of_its_pipeline_in_diffusers(model, scale, said):
+def test_the_example_has_the_arguments_of_its_pipeline_in_diffusers(model, scale, arguments):
     config = resolve(f"{model}_sol_rl_pickscore", (f"rollout.guidance_scale={scale}",))
     released = CARRIED / config.model.path / "model_index.json"
     kind = PIPELINES[json.loads(released.read_text())["_class_name"]]
     example = model_card._usage(config, "someone/lora", kind, whole=False)
     lines = [line.strip() for line in example.splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith("height="))
-    assert lines[start + 1 : lines.index(").images[0]")] == said
+    assert lines[start + 1 : lines.index(").images[0]")] == arguments
     accepted = inspect.signature(getattr(diffusers, kind.kind).__call__).parameters
-    assert all(argument.split("=")[0] in accepted for argument in said)
+    assert all(argument.split("=")[0] in accepted for argument in arguments)
 
 
 def test_the_example_of_a_model_of_clips_makes_a_clip():

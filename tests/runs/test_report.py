@@ -28,7 +28,10 @@ HOSTILE = "</script><script>document.title='owned'</script><b>a red & blue circl
 PROMPTS = (HOSTILE, "two <i>small</i> squares")
 N = 8
 KEPT = 4
-SETTING = "2 prompts (sha256 0123456789ab) x 3 pictures of 32 x 32; euler, 10 steps, guidance 1, bf16, seed 0"
+SETTING = (
+    "2 prompts (sha256 0123456789ab) x 3 pictures of 32 x 32;"
+    " euler, 10 steps, guidance 1, bf16, seed 0"
+)
 PLANS = Path(__file__).parents[2] / "benchmarks" / "plans.json"
 
 
@@ -155,14 +158,16 @@ def run(tmp_path_factory) -> Path:
 
 
 def test_the_numbers_are_the_ledgers_and_the_records(run):
-    (shown,) = Page(run / report.NAME).data["runs"]
-    assert {pictured["size"] for pictured in (*shown["grids"], *shown["pools"])} == {"16 x 16"}
+    (run_data,) = Page(run / report.NAME).data["runs"]
+    assert {pictured["size"] for pictured in (*run_data["grids"], *run_data["pools"])} == {
+        "16 x 16"
+    }
     rows = metrics.read(run)
-    for name, column in shown["metrics"].items():
+    for name, column in run_data["metrics"].items():
         assert column == [row.get(name) for row in rows], name
     table = pq.read_table(run / "ledger")
-    columns = shown["ledger"]["columns"]
-    texts = shown["ledger"]["texts"]
+    columns = run_data["ledger"]["columns"]
+    texts = run_data["ledger"]["texts"]
     assert len(table) == 3 * 2 * N
     for name, shown_column in columns.items():
         for ours, value in zip(shown_column, table[name].to_pylist(), strict=True):
@@ -174,7 +179,7 @@ def test_the_numbers_are_the_ledgers_and_the_records(run):
                 assert ours == "nan"
             else:
                 assert ours == value or np.float32(ours) == np.float32(value), name
-    assert shown["ledger"]["iterations"] == [1, 2, 3]
+    assert run_data["ledger"]["iterations"] == [1, 2, 3]
     figures = {
         figure["metric"]: figure["lines"] for figure in Page(run / report.NAME).data["figures"]
     }
@@ -193,14 +198,14 @@ def test_the_numbers_are_the_ledgers_and_the_records(run):
 
 
 def test_a_picture_is_the_one_that_was_saved(run):
-    (shown,) = Page(run / report.NAME).data["runs"]
-    assert [grid["iteration"] for grid in shown["grids"]] == [0, 3]
+    (run_data,) = Page(run / report.NAME).data["runs"]
+    assert [grid["iteration"] for grid in run_data["grids"]] == [0, 3]
     sheet = np.asarray(Image.open(run / "pictures" / "iteration-000003.png"))
-    cell = shown["grids"][1]["cells"][1]
+    cell = run_data["grids"][1]["cells"][1]
     assert (cell["prompt"], cell["right"]) == (PROMPTS[0], True)
     pixels = np.asarray(image_of(cell))
     assert (pixels == sheet[4:20, 24:40]).all()
-    assert [cell["phase"] for cell in shown["pools"][0]["cells"]] == [
+    assert [cell["phase"] for cell in run_data["pools"][0]["cells"]] == [
         "explored",
         "explored",
         "regenerated",
@@ -226,8 +231,8 @@ def test_clips_move(run, tmp_path):
         path, clips, 2, ["a", "b"], [{"prompt": "a"}, {"prompt": "b"}], frames_per_second=16
     )
     report.write([folder], folder / report.NAME)
-    (shown,) = Page(folder / report.NAME).data["runs"]
-    still, moving = shown["grids"]
+    (run_data,) = Page(folder / report.NAME).data["runs"]
+    still, moving = run_data["grids"]
     assert moving["size"] == "16 x 200"
     with image_of(still["cells"][0]) as image:
         assert not image.is_animated
@@ -253,9 +258,9 @@ def test_a_clip_that_stands_still_takes_its_time(run, tmp_path):
     facts = [{"prompt": "a"}]
     image_files.save_grid(path, clips, 1, ["a"], facts, frames_per_second=24)
     report.write([folder], folder / report.NAME)
-    (shown,) = Page(folder / report.NAME).data["runs"]
+    (run_data,) = Page(folder / report.NAME).data["runs"]
     durations = []
-    with image_of(shown["grids"][1]["cells"][0]) as image:
+    with image_of(run_data["grids"][1]["cells"][0]) as image:
         for number in range(image.n_frames):
             image.seek(number)
             image.load()
@@ -306,9 +311,9 @@ def test_runs_lie_over_each_other_under_names_of_their_own(run, tmp_path):
     other = make_run(tmp_path / "other" / "demo", seed=1, overrides=("rollout.num_steps=4",))
     report.write([run, other], tmp_path / "both.html")
     data = Page(tmp_path / "both.html").data
-    assert [shown["name"] for shown in data["runs"]] == [str(run), str(other)]
+    assert [run_data["name"] for run_data in data["runs"]] == [str(run), str(other)]
     assert all([line["run"] for line in figure["lines"]] == [0, 1] for figure in data["figures"])
-    assert [shown["config"]["rollout.num_steps"] for shown in data["runs"]] == [3, 4]
+    assert [run_data["config"]["rollout.num_steps"] for run_data in data["runs"]] == [3, 4]
 
 
 def test_a_score_that_one_run_trains_on_and_another_watches_has_a_figure():
@@ -330,9 +335,9 @@ def test_of_a_long_ledger_the_newest_iterations_are_shown(limit, run, monkeypatc
     for name, most in limit.items():
         monkeypatch.setattr(report, name, most)
     report.write([run], tmp_path / "page.html")
-    (shown,) = Page(tmp_path / "page.html").data["runs"]
-    assert (shown["ledger"]["shown"], shown["ledger"]["iterations"]) == (2, [1, 2, 3])
-    assert set(shown["ledger"]["columns"]["iteration"]) == {2, 3}
+    (run_data,) = Page(tmp_path / "page.html").data["runs"]
+    assert (run_data["ledger"]["shown"], run_data["ledger"]["iterations"]) == (2, [1, 2, 3])
+    assert set(run_data["ledger"]["columns"]["iteration"]) == {2, 3}
 
 
 def damage_nothing_yet(folder):
@@ -404,24 +409,26 @@ def test_a_damaged_run_is_one_line(tmp_path, damage, words):
 
 
 def test_pictures_are_in_memory_one_by_one(run, monkeypatch, tmp_path):
-    seen = []
+    references = []
 
     def read(path):
-        assert all(image() is None for image in seen)
+        assert all(image() is None for image in references)
         grid = image_files.read_grid(path)
-        seen.extend(weakref.ref(image) for image, _ in grid)
+        references.extend(weakref.ref(image) for image, _ in grid)
         return grid
 
     monkeypatch.setattr(report, "read_grid", read)
     report.write([run], tmp_path / "page.html")
-    assert len(seen) == 16
+    assert len(references) == 16
 
 
 def test_the_plan_is_of_the_device(run, tmp_path):
     plan = json.loads((run / "plan.json").read_text())
-    shown = Page(run / report.NAME).data["plan"]
-    assert [phase[0] for phase in shown["phases"]] == [phase["name"] for phase in plan["phases"]]
-    for (_, seconds, *split, peak), phase in zip(shown["phases"], plan["phases"], strict=True):
+    plan_data = Page(run / report.NAME).data["plan"]
+    assert [phase[0] for phase in plan_data["phases"]] == [
+        phase["name"] for phase in plan["phases"]
+    ]
+    for (_, seconds, *split, peak), phase in zip(plan_data["phases"], plan["phases"], strict=True):
         assert (seconds, peak) == (phase["seconds"], phase["peak"])
         assert sum(split) == pytest.approx(seconds, rel=1e-12)
     (tmp_path / "no-plan.json").write_text('{"phases": 1}')
@@ -435,10 +442,10 @@ def test_the_plan_is_of_the_device(run, tmp_path):
 def test_a_live_report_takes_its_share_of_the_time_and_no_more(run, monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(report.time, "monotonic", lambda: clock[0])
-    written = []
+    times = []
 
     def write(folders, out, live):
-        written.append(clock[0])
+        times.append(clock[0])
         clock[0] += 3.0
 
     monkeypatch.setattr(report, "write", write)
@@ -446,11 +453,11 @@ def test_a_live_report_takes_its_share_of_the_time_and_no_more(run, monkeypatch)
     for _ in range(2000):
         clock[0] += 1.0
         assert live.refresh() is None
-    spent = 3.0 * len(written)
-    assert len(written) >= 3
+    spent = 3.0 * len(times)
+    assert len(times) >= 3
     assert spent <= report.MAX_TIME_FRACTION * clock[0]
     live.refresh(last=True)
-    assert written[-1] == clock[0] - 3.0
+    assert times[-1] == clock[0] - 3.0
 
 
 def test_a_live_report_that_fails_does_not_end_the_run(tmp_path):
@@ -480,39 +487,43 @@ const all = (what, root = document) => [...root.querySelectorAll(what)];
 const texts = (what, root) => all(what, root).map(element => element.textContent);
 const send = (input, value) => { input.value = value; input.dispatchEvent(new Event("input")); };
 const move = (id, value) => send(document.getElementById(id), value);
-const said = section => texts(`${section} .controls output`)[0];
-const seen = {problems};
+const output = section => texts(`${section} .controls output`)[0];
+const observations = {problems};
 try {
-  seen.figures = all("[data-metric]").map(f => [f.dataset.metric, all("svg path", f).length, texts("output", f)[0]]);
+  observations.figures = all("[data-metric]").map(
+    f => [f.dataset.metric, all("svg path", f).length, texts("output", f)[0]]);
   const plot = document.querySelector("[data-metric='eval/reward'] [role=img]");
   plot.dispatchEvent(new KeyboardEvent("keydown", {key: "Home"}));
-  seen.first = texts("[data-metric='eval/reward'] output")[0];
-  seen.pictures = [0, 1].map(i => {
+  observations.first = texts("[data-metric='eval/reward'] output")[0];
+  observations.pictures = [0, 1].map(i => {
     move("seeds-at", i);
-    return [said("#seeds"), all("#seeds img").map(image => image.src), texts("#seeds .yes, #seeds .no")];
+    const sources = all("#seeds img").map(image => image.src);
+    return [output("#seeds"), sources, texts("#seeds .yes, #seeds .no")];
   });
-  seen.pools = [0, 2].map(i => {
+  observations.pools = [0, 2].map(i => {
     move("pools-at", i);
-    return [said("#pools"), texts("#pools h3"), texts("#pools td"), all("#pools img").length];
+    return [output("#pools"), texts("#pools h3"), texts("#pools td"), all("#pools img").length];
   });
-  seen.rows = all("#ledger tbody tr").length;
+  observations.rows = all("#ledger tbody tr").length;
   send(document.querySelector("#ledger input[type=search]"), "SMALL squares");
   all("#ledger th button")[texts("#ledger th button").indexOf("Proxy reward")].click();
-  seen.found = [texts("#ledger output")[0], all("#ledger tbody tr").map(row => texts("td", row))];
-  seen.tiles = Object.fromEntries(all(".tiles div").map(tile => [texts("dt", tile)[0], texts("dd", tile)]));
-  seen.note = texts("#overview .note")[0];
-  seen.plan = [texts("#plan .note")[0], texts("#plan tbody tr")];
-  seen.wide = document.body.scrollWidth - document.body.clientWidth;
+  observations.matches = [
+    texts("#ledger output")[0], all("#ledger tbody tr").map(row => texts("td", row))];
+  observations.tiles = Object.fromEntries(
+    all(".tiles div").map(tile => [texts("dt", tile)[0], texts("dd", tile)]));
+  observations.note = texts("#overview .note")[0];
+  observations.plan = [texts("#plan .note")[0], texts("#plan tbody tr")];
+  observations.wide = document.body.scrollWidth - document.body.clientWidth;
 } catch (error) {
   problems.push(String(error.stack));
 }
 document.body.replaceChildren(document.createElement("pre"));
-document.querySelector("pre").textContent = JSON.stringify(seen);
+document.querySelector("pre").textContent = JSON.stringify(observations);
 </script></body>"""
 
 
 @pytest.fixture(scope="module", params=[390, 1440])
-def seen(run, request, tmp_path_factory) -> dict:
+def observations(run, request, tmp_path_factory) -> dict:
     """What the page showed to a real browser, driven by events."""
     browser = chromium()
     folder = tmp_path_factory.mktemp("browser")
@@ -541,10 +552,10 @@ def seen(run, request, tmp_path_factory) -> dict:
         f"--user-data-dir={folder / 'profile'}",
     )
     command = [browser, *flags, f"--window-size={request.param},900", "--dump-dom", driven.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
-    found = re.search(r"<pre>(.*)</pre>", done.stdout, re.DOTALL)
-    assert found, done.stderr[-2000:]
-    return json.loads(HTMLText(found[1]).text)
+    process = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    match = re.search(r"<pre>(.*)</pre>", process.stdout, re.DOTALL)
+    assert match, process.stderr[-2000:]
+    return json.loads(HTMLText(match[1]).text)
 
 
 class HTMLText(HTMLParser):
@@ -560,29 +571,30 @@ class HTMLText(HTMLParser):
         self.text += data
 
 
-def test_a_browser_shows_it_without_an_error(seen, run):
-    assert seen["problems"] == []
-    assert seen["wide"] <= 0  # nothing is wider than the screen
+def test_a_browser_shows_it_without_an_error(observations, run):
+    assert observations["problems"] == []
+    assert observations["wide"] <= 0  # nothing is wider than the screen
     rows = metrics.read(run)
-    drawn = {metric: (paths, text) for metric, paths, text in seen["figures"]}
+    drawn = {metric: (paths, text) for metric, paths, text in observations["figures"]}
     assert drawn.keys() == {figure["metric"] for figure in Page(run / report.NAME).data["figures"]}
     assert all(paths >= 3 for paths, _ in drawn.values())
     last = f"{rows[3]['eval/reward']:.3f} ± {rows[3]['eval/reward/standard_error']:.3f}"
     assert drawn["eval/reward"][1] == f"Iteration 3: {last}"
-    assert (
-        seen["first"]
-        == f"Iteration 0: {rows[0]['eval/reward']:.3f} ± {rows[0]['eval/reward/standard_error']:.3f}"
-    )
-    assert seen["note"] == f"Held-out: {SETTING}; averaged policy."
-    assert seen["plan"][0].startswith(
+    first = f"{rows[0]['eval/reward']:.3f} ± {rows[0]['eval/reward/standard_error']:.3f}"
+    assert observations["first"] == f"Iteration 0: {first}"
+    assert observations["note"] == f"Held-out: {SETTING}; averaged policy."
+    assert observations["plan"][0].startswith(
         "flux1_sol_rl_hpsv2 on 1 × 1 b200, compiled, not run: exploration in nvfp4 "
     )
     plan = json.loads(PLANS.read_text())["plans"]["flux1-b200"]
     ours = plan["seconds"]
     naive = plan["naive_scaling"]["seconds"]
-    said = f"takes {ours:.0f} s at the public peaks, no less. naive_scaling would take {naive:.0f} s, {naive / ours:.3f} times"
-    assert said in seen["plan"][0]
-    assert [row[:7] for row in seen["plan"][1]] == [
+    sentence = (
+        f"takes {ours:.0f} s at the public peaks, no less."
+        f" naive_scaling would take {naive:.0f} s, {naive / ours:.3f} times"
+    )
+    assert sentence in observations["plan"][0]
+    assert [row[:7] for row in observations["plan"][1]] == [
         "encode0",
         "sync0.0",
         "explore",
@@ -590,24 +602,28 @@ def test_a_browser_shows_it_without_an_error(seen, run):
         "score10",
         "update1",
     ]
-    assert seen["tiles"]["Skipped"][0] == "3"
-    assert seen["tiles"]["Not finite"][0] == "6"
+    assert observations["tiles"]["Skipped"][0] == "3"
+    assert observations["tiles"]["Not finite"][0] == "6"
     assert (
-        seen["tiles"]["Held-out reward"][0]
+        observations["tiles"]["Held-out reward"][0]
         == f"{rows[0]['eval/reward']:.3f} → {rows[3]['eval/reward']:.3f}"
     )
 
 
-def test_the_sliders_change_what_is_shown(seen, run):
-    (shown,) = Page(run / report.NAME).data["runs"]
-    for (said, sources, marks), grid in zip(seen["pictures"], shown["grids"], strict=True):
+def test_the_sliders_change_what_is_shown(observations, run):
+    (run_data,) = Page(run / report.NAME).data["runs"]
+    for (label, sources, marks), grid in zip(
+        observations["pictures"], run_data["grids"], strict=True
+    ):
         when = f"after iteration {grid['iteration']}" if grid["iteration"] else "before training"
-        assert said == f"{when}, {grid['size']} pixels: 2 of 4 right"
+        assert label == f"{when}, {grid['size']} pixels: 2 of 4 right"
         assert sources == [cell["src"] for cell in grid["cells"]]
         assert marks == ["✗ wrong", "✓ right"] * 2
     table = pq.read_table(run / "ledger").to_pylist()
-    for (said, prompts, values, images), iteration in zip(seen["pools"], (1, 3), strict=True):
-        assert said.startswith(
+    for (label, prompts, values, images), iteration in zip(
+        observations["pools"], (1, 3), strict=True
+    ):
+        assert label.startswith(
             f"iteration {iteration}, {'16 x 16 pixels, ' * (iteration == 3)}rewards "
         )
         assert prompts == list(PROMPTS)
@@ -630,12 +646,12 @@ def test_the_sliders_change_what_is_shown(seen, run):
         assert values == expected
 
 
-def test_the_ledger_is_searched_and_sorted(seen, run):
+def test_the_ledger_is_searched_and_sorted(observations, run):
     table = [
         row for row in pq.read_table(run / "ledger").to_pylist() if row["prompt"] == PROMPTS[1]
     ]
-    assert seen["rows"] == 25
-    assert seen["found"][0] == f"1 to {len(table)} of {len(table)}"
+    assert observations["rows"] == 25
+    assert observations["matches"][0] == f"1 to {len(table)} of {len(table)}"
     table.sort(
         key=lambda row: -np.inf if np.isnan(row["proxy_reward"]) else row["proxy_reward"],
         reverse=True,
@@ -643,8 +659,8 @@ def test_the_ledger_is_searched_and_sorted(seen, run):
     proxies = [
         "nan" if np.isnan(row["proxy_reward"]) else f"{row['proxy_reward']:.4f}" for row in table
     ]
-    assert [row[4] for row in seen["found"][1]] == proxies
+    assert [row[4] for row in observations["matches"][1]] == proxies
     finite = len(table) - 3
-    assert [row[10] for row in seen["found"][1]][:finite] == [str(row["seed"]) for row in table][
-        :finite
-    ]
+    assert [row[10] for row in observations["matches"][1]][:finite] == [
+        str(row["seed"]) for row in table
+    ][:finite]

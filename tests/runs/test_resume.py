@@ -183,10 +183,10 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
     path = "transformer_blocks/ff/conv_point/kernel"
     base = flatten(experiment.backbone.transformer)[path]
     assert np.abs(np.asarray(trained[path]) - np.asarray(base, np.float32)).max() > 1e-3
-    said = CliRunner().invoke(
+    result = CliRunner().invoke(
         main.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "out"), "--json"]
     )
-    assert json.loads(said.stdout)["trained_in_full"] == 3
+    assert json.loads(result.stdout)["trained_in_full"] == 3
     network = SanaTransformer2DModel.from_pretrained(tmp_path / "out")
     for layer, block in enumerate(network.transformer_blocks):
         np.testing.assert_array_equal(
@@ -198,12 +198,12 @@ def test_a_run_that_trains_in_full_goes_on_to_the_bit_and_is_exported_whole(tmp_
     assert adapters.keys() == set(experiment.trained_paths.adapted)
     jax.tree.map(np.testing.assert_array_equal, adapters, {p: trained[p] for p in adapters})
     for option in (("--format", "peft"), ("--fold-alpha",)):
-        said = CliRunner().invoke(
+        result = CliRunner().invoke(
             main.cli, ["export", str(tmp_path / "once"), "--out", str(tmp_path / "no"), *option]
         )
-        assert isinstance(said.exception, InputError)
+        assert isinstance(result.exception, InputError)
         assert f"{'='.join(option)}: {tmp_path / 'once'} trains 3 parameter(s) in full" in str(
-            said.exception
+            result.exception
         )
 
 
@@ -221,13 +221,13 @@ def test_an_iteration_is_reported_when_its_checkpoint_is_whole_if_every_one_is_s
 
     def noting(every: int):
         class Noting(TerminalProgress):
-            def iteration(self, done: int, row: dict[str, float]) -> None:
+            def iteration(self, number: int, row: dict[str, float]) -> None:
                 names = [
                     path.name
                     for path in checkpoint.list_checkpoints(tmp_path / str(every) / "checkpoints")
                 ]
-                on_the_disk[every, done] = f"{done:06d}" in names
-                super().iteration(done, row)
+                on_the_disk[every, number] = f"{number:06d}" in names
+                super().iteration(number, row)
 
         return Noting(bars=False)
 
@@ -275,10 +275,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_last_good_one_used(
     largest = max((p for p in newest.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     largest.write_bytes(largest.read_bytes()[:-7])
     run(tmp_path)
-    said = capsys.readouterr().err
-    assert "skipped checkpoint" in said
-    assert newest.name in said
-    assert "resuming after iteration 2" in said
+    errors = capsys.readouterr().err
+    assert "skipped checkpoint" in errors
+    assert newest.name in errors
+    assert "resuming after iteration 2" in errors
     assert_same_run(tmp_path, uninterrupted)
 
 

@@ -187,8 +187,8 @@ download = files.download_directory
 def damage_a_file(source, copy):
     download(source, copy)
     if jax.process_index():
-        found = [path for path in copy.rglob("arrays/**/*") if path.is_file()]
-        largest = max(found, key=lambda path: path.stat().st_size)
+        paths = [path for path in copy.rglob("arrays/**/*") if path.is_file()]
+        largest = max(paths, key=lambda path: path.stat().st_size)
         largest.write_bytes(largest.read_bytes()[::-1])
 files.download_directory = damage_a_file
 try:
@@ -307,9 +307,9 @@ def test_wrong_credentials_are_one_line(object_store, monkeypatch):
 
 
 def test_a_path_that_must_be_on_this_machine_is_refused_in_one_line():
-    said = CliRunner().invoke(main.cli, ["export", "runs/x", "--out", "s3://bucket/x"])
-    assert said.exit_code == 2
-    assert "s3://bucket/x: must be on this machine; only a run may be in a store" in said.stderr
+    result = CliRunner().invoke(main.cli, ["export", "runs/x", "--out", "s3://bucket/x"])
+    assert result.exit_code == 2
+    assert "s3://bucket/x: must be on this machine; only a run may be in a store" in result.stderr
 
 
 @pytest.mark.slow
@@ -367,14 +367,14 @@ def test_a_run_in_a_store_is_resumed_reported_and_exported(stored, tmp_path):
     assert not (stored / ".lock").exists()
 
     out = tmp_path / "page.html"
-    said = CliRunner().invoke(main.cli, ["report", str(stored), "--out", str(out)])
-    assert said.exit_code == 0, said.stderr
+    result = CliRunner().invoke(main.cli, ["report", str(stored), "--out", str(out)])
+    assert result.exit_code == 0, result.stderr
     assert "<title>solrl report</title>" in out.read_text()[:1000]
     assert (stored / "report.html").size() > 10_000
     adapters = tmp_path / "adapters.safetensors"
-    said = CliRunner().invoke(main.cli, ["export", str(stored), "--out", str(adapters), "--json"])
-    assert said.exit_code == 0, said.stderr
-    assert json.loads(said.stdout)["iteration"] == 2
+    result = CliRunner().invoke(main.cli, ["export", str(stored), "--out", str(adapters), "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["iteration"] == 2
     assert load_file(adapters)
 
 

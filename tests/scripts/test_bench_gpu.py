@@ -131,8 +131,8 @@ def test_an_iteration_is_put_together_from_its_programs(tmp_path):
     for row in chunks.values():
         assert row["step_seconds"] == pytest.approx(row["seconds"] / row["steps"])
         assert row["memory"]["planned"] > row["memory"]["held"] > 0
-    found = ran(task(tmp_path, "rollout", "tiny"))
-    scores = [found[name] for name in ("decode_chunk", "score_images")]
+    rollout = ran(task(tmp_path, "rollout", "tiny"))
+    scores = [rollout[name] for name in ("decode_chunk", "score_images")]
     assert [row["calls"] for row in scores] == [12, 12]
     once = sum(row["seconds"] for row in scores)
     whole = (
@@ -141,8 +141,8 @@ def test_an_iteration_is_put_together_from_its_programs(tmp_path):
         + 4 * chunks["regenerate"]["seconds"]
         + 12 * once
     )
-    assert found["sol_rl nvfp4"]["seconds"] == pytest.approx(whole)
-    assert found["naive_scaling"]["seconds"] == pytest.approx(
+    assert rollout["sol_rl nvfp4"]["seconds"] == pytest.approx(whole)
+    assert rollout["naive_scaling"]["seconds"] == pytest.approx(
         8 * chunks["regenerate"]["seconds"] + 8 * once
     )
     (row,) = ran(task(tmp_path, "update", "tiny")).values()
@@ -164,12 +164,12 @@ def test_the_gradient_of_the_reward_belongs_to_the_rollout_phase(tmp_path):
         return ran(dataclasses.replace(plain, overrides=(*plain.overrides, *settings)))
 
     chunks = of_opsd("steps")
-    found = of_opsd("rollout")
-    gradient = found["reward_gradient"]
+    rollout = of_opsd("rollout")
+    gradient = rollout["reward_gradient"]
     assert gradient["finite"]
     assert gradient["calls"] == 12  # 3 gradients for each of 4 batches of 2 kept samples
-    scored = found["decode_chunk"]["seconds"] + found["score_images"]["seconds"]
-    assert found["naive_scaling"]["seconds"] == pytest.approx(
+    scored = rollout["decode_chunk"]["seconds"] + rollout["score_images"]["seconds"]
+    assert rollout["naive_scaling"]["seconds"] == pytest.approx(
         8 * (chunks["regenerate"]["seconds"] + scored) + 12 * gradient["seconds"]
     )
 
@@ -177,11 +177,11 @@ def test_the_gradient_of_the_reward_belongs_to_the_rollout_phase(tmp_path):
 @pytest.mark.exhaustive
 def test_rewards_here_are_those_of_the_other_process(tmp_path):
     with schedule.references(task(tmp_path, "parity")):
-        found = ran(task(tmp_path, "parity"))
-    assert found.keys() == {"tiny regenerate", "tiny nvfp4", "tiny fp8", "tiny iteration"}
-    for row in found.values():  # here both are CPUs, compiled with other options
+        rows = ran(task(tmp_path, "parity"))
+    assert rows.keys() == {"tiny regenerate", "tiny nvfp4", "tiny fp8", "tiny iteration"}
+    for row in rows.values():  # here both are CPUs, compiled with other options
         assert row["spearman"] > 0.99
-    assert found["tiny iteration"]["kept_alike"] > 0.9
+    assert rows["tiny iteration"]["kept_alike"] > 0.9
 
 
 def test_a_check_that_fails_is_an_error(monkeypatch):
@@ -196,7 +196,7 @@ def test_a_check_that_fails_is_an_error(monkeypatch):
 def test_a_kernel_and_its_twin_have_results_of_the_same_shapes(sizes):
     for case in kernels.cases(sizes):
         ours, twin = (jax.eval_shape(f, *case.shapes) for f in (case.ours, case.twin))
-        shapes = [[x.shape for x in jax.tree.leaves(made)] for made in (ours, twin)]
+        shapes = [[x.shape for x in jax.tree.leaves(outputs)] for outputs in (ours, twin)]
         assert shapes[0] == shapes[1], case.name
 
 
@@ -230,11 +230,11 @@ def test_a_group_of_kernels_is_measured_before_the_next_one_is_compiled(monkeypa
 @pytest.mark.slow
 def test_a_twin_that_fails_leaves_the_kernels_own_figures():
     case = next(kernels.cases(kernels.SMALL))
-    done = Future()
-    failed = Future()
-    done.set_result((lambda *arrays: arrays[0], 0.1))
-    failed.set_exception(MemoryError("too large"))
-    figures = kernels.compare(case, done, failed, repeat=1)
+    success = Future()
+    failure = Future()
+    success.set_result((lambda *arrays: arrays[0], 0.1))
+    failure.set_exception(MemoryError("too large"))
+    figures = kernels.compare(case, success, failure, repeat=1)
     assert figures["twin_error"] == "MemoryError: too large"
     assert figures["finite"]
 
@@ -250,9 +250,12 @@ def test_the_update_keeps_what_the_configuration_says():
 def test_how_rewards_differ():
     here = {"rewards": [[1.0, 2.0, 3.0]], "kept": [True, False, True], "native": {}}
     cpu = {"rewards": [[1.0, 2.5, 3.0]], "kept": [True, True, True], "native": {}}
-    found = parity.compared(here, cpu)
-    assert (found["largest_difference"], found["range"]) == (0.5, 2.0)
-    assert (found["spearman"], found["kept_alike"]) == (pytest.approx(1.0), pytest.approx(2 / 3))
+    comparison = parity.compared(here, cpu)
+    assert (comparison["largest_difference"], comparison["range"]) == (0.5, 2.0)
+    assert (comparison["spearman"], comparison["kept_alike"]) == (
+        pytest.approx(1.0),
+        pytest.approx(2 / 3),
+    )
 
 
 def test_a_compiled_text_beside_the_peaks_of_its_device():
@@ -283,8 +286,8 @@ def test_peaks_are_of_the_devices_that_were_meant():
         "NVIDIA H100 NVL",
         "cpu",
     )
-    found = [measure.target_of(kind) for kind in kinds]
-    assert [target and target.name for target in found] == [
+    targets = [measure.target_of(kind) for kind in kinds]
+    assert [target and target.name for target in targets] == [
         "h100",
         "h200",
         "a100",

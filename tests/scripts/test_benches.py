@@ -50,10 +50,10 @@ def test_a_step_and_the_rollout_of_each_format(bench):
 
 @pytest.mark.exhaustive
 def test_iterations_of_two_families(bench):
-    own = [
+    settings = [
         setting for setting in SMALL if ".steps=" not in setting
     ]  # of which each family has its own
-    report = bench("bench_iteration", *own)
+    report = bench("bench_iteration", *settings)
     first = report["families"]["sol_rl"]
     other = report["families"]["naive_scaling"]
     assert (first["times_sol_rl"], first["compile_seconds"][-1], other["compile_seconds"][-1]) == (

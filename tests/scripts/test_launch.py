@@ -63,9 +63,9 @@ def test_an_image_is_pinned_and_not_run_by_root(image):
 @pytest.mark.parametrize("image", IMAGES)
 def test_the_pins_satisfy_the_package(image):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"][EXTRAS[image]]]
+    requirements = [*project["dependencies"], *project["optional-dependencies"][EXTRAS[image]]]
     versions = {canonicalize_name(name): version for name, version in pins(image).items()}
-    for requirement in map(Requirement, wanted):
+    for requirement in map(Requirement, requirements):
         version = versions[canonicalize_name(requirement.name)]
         assert requirement.specifier.contains(version), (requirement, version)
     assert versions["jax"] == versions["jaxlib"]

@@ -65,7 +65,7 @@ def test_captions_follow_the_curriculum(pretrain):
     captions = list(drawing.draw_prompts(np.random.default_rng(0), 400, held_out=False))
     draw = pretrain("data").caption_batches(captions, curriculum, batch=64, seed=0)
 
-    def asked(row):
+    def simple_scene(row):
         return (
             len(groups := scenes.parse(captions[row]).groups) == 1
             or sum(g.count for g in groups) == 2
@@ -80,17 +80,22 @@ def test_captions_follow_the_curriculum(pretrain):
         """
         rows, prompts = (np.concatenate(parts) for parts in zip(*map(draw, steps), strict=True))
         wrong = (prompts != 0) & (prompts != rows + 1)
-        parts = [asked(row) for row in rows], [pair(row) for row in rows], prompts == 0, wrong
+        parts = (
+            [simple_scene(row) for row in rows],
+            [pair(row) for row in rows],
+            prompts == 0,
+            wrong,
+        )
         return [float(np.mean(part)) for part in parts]
 
-    of_asked = np.array([row for row in range(len(captions)) if asked(row)])
+    simple_rows = np.array([row for row in range(len(captions)) if simple_scene(row)])
     everything, focused, balanced, erring = map(
         shares, (range(10), range(10, 20), range(20, 30), range(30, 40))
     )
-    assert everything[0] == pytest.approx(len(of_asked) / len(captions), abs=0.06)
+    assert everything[0] == pytest.approx(len(simple_rows) / len(captions), abs=0.06)
     assert everything[0] < 0.9
     assert focused[0] == balanced[0] == erring[0] == 1
-    assert focused[1] == pytest.approx(np.mean([pair(row) for row in of_asked]), abs=0.06)
+    assert focused[1] == pytest.approx(np.mean([pair(row) for row in simple_rows]), abs=0.06)
     assert balanced[1] == pytest.approx(0.5, abs=0.06)
     assert [phase[2] for phase in (everything, focused, balanced, erring)] == pytest.approx(
         [0.1] * 4, abs=0.04

@@ -30,14 +30,14 @@ PLAIN = 2 * 4 * 10 * 2 + 8 * 10 + 4 * 5 * 3
 REWARDS = {"sol": [[0.5, 0.7, 0.8], [0.5, 0.6, 0.8]], "plain": [[0.5, 0.6, 0.7], [0.5, 0.5, 0.7]]}
 
 
-def made(tmp_path, arms=ARMS, rewards=REWARDS, sweeps=None, **others):
+def small_study(tmp_path, arms=ARMS, rewards=REWARDS, sweeps=None, **others):
     plan = plan_of(arms, (("sol", "plain"),), sweeps)
     runs = make_runs(plan, tmp_path, rewards, **others)
     return plan, runs, *summary.summarize("hand", plan, runs, PRICES, {})
 
 
 def test_cost_is_counted_work(tmp_path):
-    *_, study, courses = made(tmp_path)
+    *_, study, courses = small_study(tmp_path)
     assert courses["sol"][0].cost.tolist() == [0, 2 * SOL, 4 * SOL]
     assert courses["plain"][1].cost.tolist() == [0, 2 * PLAIN, 4 * PLAIN]
     assert study["arms"]["sol"]["cost"] == 4 * SOL
@@ -47,7 +47,7 @@ def test_cost_is_counted_work(tmp_path):
 
 def test_rewards_are_means_and_standard_errors_over_seeds(tmp_path):
     rewards = REWARDS | {"sol": [[0.5, 0.7, 0.9], [0.5, 0.6, 0.7]]}
-    *_, study, _ = made(tmp_path, rewards=rewards)
+    *_, study, _ = small_study(tmp_path, rewards=rewards)
     arm = study["arms"]["sol"]
     assert arm["scores"]["reward"] == pytest.approx((0.8, 0.1))  # of 0.9 and 0.7: 0.1414 / sqrt(2)
     assert arm["scores"]["shapes/strict"] == pytest.approx((0.4, 0.05))
@@ -61,7 +61,7 @@ def test_rewards_are_means_and_standard_errors_over_seeds(tmp_path):
 
 
 def test_rewards_at_equal_cost_lie_on_the_line_between_evaluations(tmp_path):
-    *_, study, courses = made(tmp_path)
+    *_, study, courses = small_study(tmp_path)
     assert math.isnan(reward_at_cost(courses["sol"][0], 4 * SOL + 1))  # beyond the run
     cheap, dear = ("plain", "sol") if PLAIN < SOL else ("sol", "plain")
     equal = 4 * min(PLAIN, SOL)
@@ -71,9 +71,9 @@ def test_rewards_at_equal_cost_lie_on_the_line_between_evaluations(tmp_path):
 
     costs = {"sol": SOL, "plain": PLAIN}
     for arm in ("sol", "plain"):
-        wanted = np.mean([at(reward, costs[arm]) for reward in REWARDS[arm]])
+        expected = np.mean([at(reward, costs[arm]) for reward in REWARDS[arm]])
         assert study["arms"][arm]["at_equal_cost"]["cost"] == equal
-        assert study["arms"][arm]["at_equal_cost"]["reward"][0] == pytest.approx(wanted)
+        assert study["arms"][arm]["at_equal_cost"]["reward"][0] == pytest.approx(expected)
     assert study["arms"][cheap]["at_equal_cost"]["reward"][0] == pytest.approx(
         np.mean(REWARDS[cheap], 0)[-1]
     )
@@ -84,7 +84,7 @@ def test_speed_up_is_at_parts_of_the_others_progress(tmp_path):
     """Mean curves: plain 0.5, 0.55, 0.7; sol 0.5, 0.65, 0.8; evaluations are two iterations
     apart.
     """
-    *_, study, _ = made(tmp_path)
+    *_, study, _ = small_study(tmp_path)
     speed = study["compared"][0]["speed_up"]
     plain = {
         "25": 2.0,
@@ -103,19 +103,21 @@ def test_speed_up_is_at_parts_of_the_others_progress(tmp_path):
 
 def test_an_arm_that_does_not_get_there_has_no_speed_up(tmp_path):
     rewards = REWARDS | {"sol": [[0.5, 0.55, 0.56]] * 2}
-    *_, study, _ = made(tmp_path, rewards=rewards)
+    *_, study, _ = small_study(tmp_path, rewards=rewards)
     speed = study["compared"][0]["speed_up"]
     assert speed["25"][0] > 0
     assert math.isnan(speed["75"][0])
     assert math.isnan(speed["100"][0])
-    *_, study, _ = made(tmp_path / "fallen", rewards=REWARDS | {"plain": [[0.5, 0.4, 0.3]] * 2})
+    *_, study, _ = small_study(
+        tmp_path / "fallen", rewards=REWARDS | {"plain": [[0.5, 0.4, 0.3]] * 2}
+    )
     assert all(math.isnan(mean) for mean, _ in study["compared"][0]["speed_up"].values())
 
 
 def test_a_run_with_all_prompts_that_there_are_is_finished(tmp_path):
     """A run lowers `eval.num_prompts` to the prompts of its set, and records the lower number."""
-    asked = {"sol": (*ARMS["sol"], "eval.num_prompts=100000")}
-    (run,) = runs_of(plan_of(asked, seeds=(0,)), tmp_path, False, ())
+    arms = {"sol": (*ARMS["sol"], "eval.num_prompts=100000")}
+    (run,) = runs_of(plan_of(arms, seeds=(0,)), tmp_path, False, ())
     test_prompts = load_prompt_sets(run.config)[1]
     fitted = dataclasses.replace(run.config.eval, num_prompts=len(test_prompts))
     other = dataclasses.replace(run.config.eval, num_prompts=len(test_prompts) - 1)
@@ -128,8 +130,8 @@ def test_a_run_with_all_prompts_that_there_are_is_finished(tmp_path):
 
 def test_a_run_is_priced_with_the_training_prompts_that_there_are(tmp_path):
     (tmp_path / "two.txt").write_text("a red disc\na blue disc\n")
-    asked = (f"prompts.train={tmp_path / 'two.txt'}", "train.num_prompts=3")
-    (run,) = runs_of(plan_of({"sol": (*ARMS["sol"], *asked)}, seeds=(0,)), tmp_path, False, ())
+    settings = (f"prompts.train={tmp_path / 'two.txt'}", "train.num_prompts=3")
+    (run,) = runs_of(plan_of({"sol": (*ARMS["sol"], *settings)}, seeds=(0,)), tmp_path, False, ())
     fitted = dataclasses.replace(run.config.train, num_prompts=2)
     trained = dataclasses.replace(run, config=dataclasses.replace(run.config, train=fitted))
     write_run(trained, REWARDS["sol"][0])
@@ -156,7 +158,7 @@ def test_steps_that_a_run_took_again_are_priced(tmp_path):
 def test_a_watched_score_has_a_panel(tmp_path, monkeypatch):
     watching = ("reward=tiny-clip", "reward.eval_only=[shapes]")
     arms = {"sol": (*ARMS["sol"], *watching), "plain": ARMS["plain"]}
-    *_, courses = made(tmp_path, arms=arms)
+    *_, courses = small_study(tmp_path, arms=arms)
     figures = []
     monkeypatch.setattr(page, "save_figure", lambda path, figure: figures.append(figure))
     page.draw(tmp_path / "study.png", courses, {}, "")
@@ -170,13 +172,13 @@ def test_a_watched_score_has_a_panel(tmp_path, monkeypatch):
 
 
 def test_an_arm_that_starts_there_is_infinitely_faster(tmp_path):
-    *_, study, _ = made(tmp_path, rewards=REWARDS | {"sol": [[0.7, 0.7, 0.8]] * 2})
+    *_, study, _ = small_study(tmp_path, rewards=REWARDS | {"sol": [[0.7, 0.7, 0.8]] * 2})
     assert study["compared"][0]["speed_up"]["100"][0] == math.inf
 
 
 def test_progress_ends_where_the_other_ends_not_at_its_peak(tmp_path):
     """plain: 0.5, 0.8, 0.7 is at 0.7 after 4/3 iterations; sol: 0.5, 0.65, 0.8 after 8/3."""
-    *_, study, _ = made(tmp_path, rewards=REWARDS | {"plain": [[0.5, 0.8, 0.7]] * 2})
+    *_, study, _ = small_study(tmp_path, rewards=REWARDS | {"plain": [[0.5, 0.8, 0.7]] * 2})
     assert study["compared"][0]["speed_up"]["100"][0] == pytest.approx(
         4 / 3 * PLAIN / (8 / 3 * SOL)
     )
@@ -184,7 +186,7 @@ def test_progress_ends_where_the_other_ends_not_at_its_peak(tmp_path):
 
 @pytest.mark.slow
 def test_a_damaged_run_is_named(tmp_path):
-    plan, runs, *_ = made(tmp_path)
+    plan, runs, *_ = small_study(tmp_path)
     (runs[0].folder / "run.json").write_text("{")
     with pytest.raises(InputError, match=r"sol-0/run\.json: cannot be read"):
         summary.summarize("hand", plan, runs, PRICES, {})
@@ -223,7 +225,7 @@ def test_a_run_has_no_reward_at_a_cost_that_is_not_known(tmp_path):
 
 @pytest.mark.parametrize(("swapped", "ranks"), [(False, (1, 2)), (True, (2, 1))])
 def test_true_ranks_are_those_of_the_regenerated_rewards(tmp_path, swapped, ranks):
-    *_, study, _ = made(tmp_path, sol={"swapped": swapped, "spearman": 0.25})
+    *_, study, _ = small_study(tmp_path, sol={"swapped": swapped, "spearman": 0.25})
     fidelity = study["arms"]["sol"]["fidelity"]
     assert (fidelity["best"]["first"][0], fidelity["worst"]["last"][0]) == ranks
     assert fidelity["spearman"]["last"] == pytest.approx((0.25, 0.0))
@@ -232,7 +234,7 @@ def test_true_ranks_are_those_of_the_regenerated_rewards(tmp_path, swapped, rank
 
 def test_a_format_without_a_price_has_no_cost(tmp_path):
     arms = ARMS | {"sol": ("family=sol_rl", "rollout.explore.precision=fp8", "train.iterations=4")}
-    *_, study, _ = made(tmp_path, arms)
+    *_, study, _ = small_study(tmp_path, arms)
     assert math.isnan(study["arms"]["sol"]["cost"])
     # Arms with a price are compared at their own smallest cost, whatever the order of the arms.
     priced = [study["arms"][arm]["cost"] for arm in arms if arm != "sol"]
@@ -252,7 +254,7 @@ def test_seeds_that_one_arm_lacks_are_left_out_of_the_pair(tmp_path):
 
 
 def test_an_evaluation_that_is_missing_is_named(tmp_path):
-    plan, runs, *_ = made(tmp_path)
+    plan, runs, *_ = small_study(tmp_path)
     path = runs[0].folder / "metrics.jsonl"
     path.write_text(
         "".join(line for line in path.read_text().splitlines(True) if '"iteration": 2,' not in line)
@@ -262,7 +264,7 @@ def test_an_evaluation_that_is_missing_is_named(tmp_path):
 
 
 def test_a_run_without_a_finite_reward_does_not_stop_the_others(tmp_path):
-    plan, runs, *_ = made(tmp_path)
+    plan, runs, *_ = small_study(tmp_path)
     path = runs[0].folder / "metrics.jsonl"
     path.write_text(path.read_text().replace('"eval/reward": 0.8', '"eval/reward": null'))
     study, courses = summary.summarize("hand", plan, runs, PRICES, {})
@@ -273,7 +275,7 @@ def test_a_run_without_a_finite_reward_does_not_stop_the_others(tmp_path):
 
 
 def test_a_record_without_standard_errors_has_a_reward(tmp_path):
-    plan, runs, before, _ = made(tmp_path)
+    plan, runs, before, _ = small_study(tmp_path)
     for run in runs:
         path = run.folder / "metrics.jsonl"
         path.write_text(path.read_text().replace("/standard_error", "/other"))
@@ -283,7 +285,7 @@ def test_a_record_without_standard_errors_has_a_reward(tmp_path):
 
 @pytest.mark.slow
 def test_the_page_and_the_figure_say_what_was_found(tmp_path):
-    plan, runs, study, courses = made(
+    plan, runs, study, courses = small_study(
         tmp_path, sweeps={"rollout.explore.num_steps": ("sol", "plain")}
     )
     page.write(tmp_path, study, courses, summary.sweeps(plan, runs))

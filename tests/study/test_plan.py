@@ -25,7 +25,7 @@ GOOD = {
 }
 
 
-def written(tmp_path, **changed) -> str:
+def plan_file(tmp_path, **changed) -> str:
     path = tmp_path / "plan.yaml"
     path.write_text(
         json.dumps({key: value for key, value in (GOOD | changed).items() if value is not None})
@@ -51,10 +51,10 @@ def test_the_carried_plans_hold(tmp_path, name, quick):
 
 
 def test_quick_comes_after_the_arms_and_the_users_own_last(tmp_path):
-    plan = read_plan(written(tmp_path, arms={"a": ["train.iterations=7"]}, compared=[]))
+    plan = read_plan(plan_file(tmp_path, arms={"a": ["train.iterations=7"]}, compared=[]))
 
-    def iterations(quick, *own):
-        return runs_of(plan, tmp_path, quick, own)[0].config.train.iterations
+    def iterations(quick, *overrides):
+        return runs_of(plan, tmp_path, quick, overrides)[0].config.train.iterations
 
     assert (iterations(False), iterations(True), iterations(True, "train.iterations=3")) == (
         7,
@@ -64,7 +64,7 @@ def test_quick_comes_after_the_arms_and_the_users_own_last(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"arms": {}}, "arms={}: must not be empty"),
         ({"arms": {"../a": []}}, "arms.../a.[key]='../a': String should match"),
@@ -79,10 +79,10 @@ def test_quick_comes_after_the_arms_and_the_users_own_last(tmp_path):
         ({"color": 1}, "unknown key 'color': expected one of what, preset, overrides, arms"),
     ],
 )
-def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changed, said):
+def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changed, message):
     with pytest.raises(ConfigError) as error:
-        read_plan(written(tmp_path, **changed))
-    assert said in str(error.value)
+        read_plan(plan_file(tmp_path, **changed))
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -92,13 +92,13 @@ def test_a_wrong_plan_is_refused_in_one_line(tmp_path, changed, said):
 def test_runs_are_where_they_are_asked_for(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     (run,) = runs_of(
-        read_plan(written(tmp_path, arms={"a": []}, compared=[])), Path(name), True, ()
+        read_plan(plan_file(tmp_path, arms={"a": []}, compared=[])), Path(name), True, ()
     )
     assert run.folder == Path(name) / "a-0"
 
 
 def test_a_wrong_arm_is_refused_before_anything_trains(tmp_path):
-    plan = read_plan(written(tmp_path, arms={"a": ["family=sol"], "b": ["rollout.kept=13"]}))
+    plan = read_plan(plan_file(tmp_path, arms={"a": ["family=sol"], "b": ["rollout.kept=13"]}))
     with pytest.raises(ConfigError) as error:
         runs_of(plan, tmp_path, False, ())
     assert str(error.value).startswith("arm a: unknown family 'sol'")
@@ -106,17 +106,18 @@ def test_a_wrong_arm_is_refused_before_anything_trains(tmp_path):
         str(error.value).count("arm b: rollout.kept=13: must be even") == 1
     )  # for both seeds once
     with pytest.raises(ConfigError, match="unknown preset 'big'"):
-        runs_of(read_plan(written(tmp_path, preset="big")), tmp_path, False, ())
+        runs_of(read_plan(plan_file(tmp_path, preset="big")), tmp_path, False, ())
     with pytest.raises(ConfigError, match=r"sweeps: rollout\.step is no setting"):
         runs_of(
-            read_plan(written(tmp_path, sweeps={"rollout.step": ["a", "b"]})), tmp_path, False, ()
+            read_plan(plan_file(tmp_path, sweeps={"rollout.step": ["a", "b"]})), tmp_path, False, ()
         )
 
 
 def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
     with pytest.raises(
         InputError,
-        match=r"'none': no file, and no plan of the package \(exploration, frontier, learning, objectives, paper, proxy\)",
+        match=r"'none': no file, and no plan of the package "
+        r"\(exploration, frontier, learning, objectives, paper, proxy\)",
     ):
         read_plan("none")
     (tmp_path / "broken.yaml").write_text("a: [")
@@ -128,11 +129,13 @@ def test_a_plan_that_cannot_be_read_is_refused(tmp_path):
 
 
 def test_the_carried_prices_are_those_of_the_compiled_plans():
-    found = {}  # formats of the same model and device are put together
+    expected = {}  # formats of the same model and device are put together
     for prices in (prices_of(plan) for plan in PLANS.values() if plan["devices"] == 1):
-        older = found.get(prices.name, prices)
-        found[prices.name] = dataclasses.replace(older, network={**prices.network, **older.network})
-    assert packaged_prices() == found
+        older = expected.get(prices.name, prices)
+        expected[prices.name] = dataclasses.replace(
+            older, network={**prices.network, **older.network}
+        )
+    assert packaged_prices() == expected
 
 
 def test_prices_multiply_up_to_the_plan():

@@ -96,7 +96,7 @@ def test_what_is_finished_is_not_repeated(folder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("written", "code"),
+    ("contents", "code"),
     [
         ('{"packages": 5}', 2),
         pytest.param('{"packages": "jax"}', 2, marks=pytest.mark.exhaustive),
@@ -108,10 +108,10 @@ def test_what_is_finished_is_not_repeated(folder):
     ],
 )
 @pytest.mark.usefixtures("first_study")
-def test_a_run_json_of_other_types_is_one_line_at_worst(folder, written, code):
+def test_a_run_json_of_other_types_is_one_line_at_worst(folder, contents, code):
     path = folder / "out" / "good-3" / "run.json"
     before = path.read_text()
-    path.write_text(written)
+    path.write_text(contents)
     exit_code, (summary,), errors = study(folder, "--quick", "--compare-only")
     path.write_text(before)
     assert (exit_code, errors.count("\n")) == (code, min(code, 1)), errors

@@ -74,10 +74,12 @@ def figures(phase, *overrides, devices=1):
     planner = plan.Planner(config("sana", *overrides), plan.Devices(TARGETS["h200"], devices))
     programs = planner.phases.programs(phase, planner.codes)
 
-    def made(program):
+    def executable(program):
         return topology.compiled(planner.lowered(program), TARGETS["h200"])
 
-    return {program.name: planner.measure(phase, program, made(program)) for program in programs}
+    return {
+        program.name: planner.measure(phase, program, executable(program)) for program in programs
+    }
 
 
 def rows_near_their_record(planned):

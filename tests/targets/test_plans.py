@@ -52,9 +52,9 @@ def planned(request):
 def flash(planned, name):
     """How often flash attention runs in a program, forwards and backwards."""
     native = planned.program(name)["roofline"]["native"]
-    found = {kernel: count for kernel, count in native.items() if "__cudnn$fmha" in kernel}
-    backwards = sum(count for kernel, count in found.items() if "Backward" in kernel)
-    return sum(found.values()) - backwards, backwards
+    counts = {kernel: count for kernel, count in native.items() if "__cudnn$fmha" in kernel}
+    backwards = sum(count for kernel, count in counts.items() if "Backward" in kernel)
+    return sum(counts.values()) - backwards, backwards
 
 
 def test_every_program_compiles_and_fits(planned):
@@ -80,12 +80,12 @@ def test_every_quantized_linear_is_a_native_product_of_exploration_alone(planned
         f"{phase}: {row['name']}": row["roofline"]["native"].get(PRODUCT[planned.device], 0)
         for phase, row in plan.rows(planned.plan)
     }
-    found = products.pop(SAMPLE[0])
+    sample_count = products.pop(SAMPLE[0])
     assert set(products.values()) == {0}
     if planned.device == "b200":
-        assert found == count > 0
+        assert sample_count == count > 0
         return
-    assert 0.7 * count < found <= count
+    assert 0.7 * count < sample_count <= count
     ours, other = (
         plan_of(planned.model, d).program(SAMPLE[0])["roofline"]["operations"]
         for d in ("h200", "b200")
@@ -207,12 +207,12 @@ def test_the_update_waits_for_no_message_that_could_overlap():
     update = figures("update", "model.gradient_checkpointing=blocks", "mesh.fsdp=8", devices=8)[
         "update"
     ]["roofline"]
-    sent = {True: 0.0, False: 0.0}
+    traffic = {True: 0.0, False: 0.0}
     for row in update["collectives"]:
-        sent[row["overlaps"]] += row["sent"] * (row["kind"] == "all-gather")
+        traffic[row["overlaps"]] += row["sent"] * (row["kind"] == "all-gather")
     whole = plan_of("sana", "h200").plan["parts"]["base"]
-    assert sent[True] > whole
-    assert sent[False] < 2e-3 * sent[True]
+    assert traffic[True] > whole
+    assert traffic[False] < 2e-3 * traffic[True]
     assert (
         sum(row["seconds"] for row in update["collectives"] if not row["overlaps"])
         < 2e-4 * update["seconds"]
@@ -225,7 +225,7 @@ def test_mixing_sixteen_blocks_takes_hardly_longer(phase):
     too).
     """
     keeps = ("model.gradient_checkpointing=matmuls",)  # what `auto` is on one H200
-    own, mixed = (
+    default, mixed = (
         {
             name: row["roofline"]
             for name, row in figures(phase, *keeps, f"model.attention={name}").items()
@@ -233,5 +233,5 @@ def test_mixing_sixteen_blocks_takes_hardly_longer(phase):
         for name in ("default", "mhla")
     )
     for name, row in mixed.items():
-        assert own[name]["seconds"] < row["seconds"] < 1.05 * own[name]["seconds"]
-        assert row["native"] == own[name]["native"]  # the same kernels
+        assert default[name]["seconds"] < row["seconds"] < 1.05 * default[name]["seconds"]
+        assert row["native"] == default[name]["native"]  # the same kernels

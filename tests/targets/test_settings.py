@@ -60,12 +60,12 @@ def test_a_phase_takes_less_time_with_what_the_plan_names():
     def planner(*overrides):
         return plan.Planner(config("sana", *overrides), plan.Devices(TARGETS["h200"]))
 
-    left = {"update": planner().usable - peak("update", BLOCKS)}
-    assert plan.suggest_faster_settings(planner(nvfp4, BLOCKS), left) == {
+    free_memory = {"update": planner().usable - peak("update", BLOCKS)}
+    assert plan.suggest_faster_settings(planner(nvfp4, BLOCKS), free_memory) == {
         "explore": auto,
         "update": PRODUCTS,
     }
-    assert plan.suggest_faster_settings(planner(auto, PRODUCTS), left) == {}
+    assert plan.suggest_faster_settings(planner(auto, PRODUCTS), free_memory) == {}
     assert plan.suggest_faster_settings(planner(auto, BLOCKS), {"update": 0}) == {}
     assert seconds("explore") < 0.95 * seconds("explore", nvfp4)
     assert seconds("update", PRODUCTS) < 0.95 * seconds("update", BLOCKS)
