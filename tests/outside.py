@@ -35,7 +35,7 @@ brighter_end.pairwise = True
 brighter_end.clips = True
 
 
-def told(images, prompts, metadata):
+def metadata_scores(images, prompts, metadata):
     return [m.get("score", -1) for m in metadata]
 
 

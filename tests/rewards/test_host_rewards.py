@@ -96,18 +96,20 @@ def test_scores_do_not_depend_on_chunks_batches_or_workers():
 
 
 def test_a_function_gets_metadata_and_may_return_several_scores():
-    got, _ = scores([reward("told", name="told"), reward("several", None)])
-    np.testing.assert_array_equal(got["told"], [p.metadata["score"] for p in PROMPTS])
+    got, _ = scores([reward("metadata_scores", name="metadata_scores"), reward("several", None)])
+    np.testing.assert_array_equal(got["metadata_scores"], [p.metadata["score"] for p in PROMPTS])
     np.testing.assert_allclose(got["some/green"], PICTURES[..., 1].mean((1, 2)), rtol=1e-6)
-    summed = add_total({"told": 2.0, "some/green": -1.0}, got)
-    np.testing.assert_allclose(summed["reward"], 2 * got["told"] - got["some/green"], rtol=1e-6)
+    summed = add_total({"metadata_scores": 2.0, "some/green": -1.0}, got)
+    np.testing.assert_allclose(
+        summed["reward"], 2 * got["metadata_scores"] - got["some/green"], rtol=1e-6
+    )
     assert summed["reward"].dtype == np.float32
 
 
 def test_a_picture_with_nan_has_no_score():
     pictures = PICTURES.copy()
     pictures[2, 0, 0, 0] = np.nan
-    got, failed = scores([reward("told")], pictures=pictures)
+    got, failed = scores([reward("metadata_scores")], pictures=pictures)
     np.testing.assert_array_equal(np.isnan(got["some"]), np.arange(7) == 2)
     assert failed == {"some": 0}
 
@@ -463,7 +465,11 @@ def rows(run_dir: Path, watched: str = "watched") -> dict[int, dict]:
 @pytest.mark.usefixtures("toy_model")
 def test_a_run_says_once_that_equal_rewards_teach_nothing(tmp_path, capsys):
     """The reward is -1 for every prompt without metadata, whatever the image shows."""
-    overrides = ["train.iterations=2", "eval.num_grid_images=0", "reward=tests.outside:told"]
+    overrides = [
+        "train.iterations=2",
+        "eval.num_grid_images=0",
+        "reward=tests.outside:metadata_scores",
+    ]
     with TerminalProgress(bars=False) as progress:
         trainer.run(toy_config(tmp_path / "run", *overrides), progress)
     lines = capsys.readouterr().err.splitlines()

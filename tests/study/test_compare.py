@@ -213,7 +213,7 @@ def test_what_a_curve_reaches():
 
 
 def test_a_run_has_no_reward_at_a_cost_that_is_not_known(tmp_path):
-    *_, courses = made(tmp_path)
+    *_, courses = small_study(tmp_path)
     course = dataclasses.replace(
         courses["sol"][0],
         cost=np.array([0.0, 10.0, np.nan]),
