@@ -29,7 +29,7 @@ from solrl_jax.models.layers.norm import LayerNorm
 from solrl_jax.models.layers.stack import scan_blocks, stack
 from solrl_jax.models.sana.transformer import SanaConfig, SanaTransformer2DModel
 from solrl_jax.models.sd3.transformer import SD3Config, SD3Transformer2DModel
-from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
+from solrl_jax.rl.trainable.trainable import attach, init_adapters, match_kernels
 
 LIMIT = 10.0  # seconds per program
 BF16 = jnp.bfloat16
@@ -139,7 +139,7 @@ def measure(name: str) -> dict[str, dict[str, float]]:
     make, inputs, blocks, width, tokens = MODELS[name]
     graphdef, params = abstract(make)
     lora = resolve(f"{name}_sol_rl_pickscore").lora
-    targets = matching(params, lora.target_modules, "lora.target_modules")
+    targets = match_kernels(params, lora.target_modules, "lora.target_modules")
     adapters = jax.eval_shape(
         lambda key: init_adapters(key, params, targets, lora.rank), jax.random.key(0)
     )

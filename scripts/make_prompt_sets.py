@@ -178,7 +178,7 @@ def geneval_shapes() -> dict[str, list[dict]]:
     for name, count in SHAPES.items():
         held_out = name == "test"
         drawn = [
-            scenes.parse(text)
+            scenes.parse_caption(text)
             for text in drawing.draw_prompts(
                 np.random.default_rng((0, 5, held_out)), 12 * count, held_out
             )

@@ -194,9 +194,9 @@ for iteration in range(2, config.train.iterations + 1):
 first = sample_grid(experiment, start.ema)
 last = sample_grid(experiment, state.ema)
 for grid, when in ((first, "before"), (last, f"after {iteration}")):
-    print(f"correct {when}: {grid.right.sum()} of {grid.right.size} held-out images")
+    print(f"correct {when}: {grid.accepted.sum()} of {grid.accepted.size} held-out images")
 for prompt, *pair in zip(
-    first.prompts, first.images, last.images, first.right, last.right, strict=True
+    first.prompts, first.images, last.images, first.accepted, last.accepted, strict=True
 ):
     print(prompt)
     show(

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Precision
 from solrl_jax.config.values import brief_repr, expand_home
-from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.errors import InputError, as_input_error
 from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
@@ -622,7 +622,7 @@ def export(
     folder = folder.absolute()
     with files.atomic_directory(folder) as filled:
         pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
-        with in_one_line():
+        with as_input_error():
             whole = find_trained_paths(pipeline.transformer, config).whole
         target = filled / ("transformer" if whole else lora_files.DIFFUSERS_FILE)
         summary = _export_files(
@@ -680,7 +680,7 @@ def _export_files(
     if fold_alpha and form == "peft":
         raise InputError("fold_alpha=True: PEFT always reads alpha; leave it out")
     pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
-    with in_one_line():
+    with as_input_error():
         whole = find_trained_paths(pipeline.transformer, config).whole
     if whole and (form == "peft" or fold_alpha):
         argument = "form=peft" if form == "peft" else "fold_alpha=True"

@@ -44,7 +44,7 @@ def text(error: BaseException) -> str:
         return ""
 
 
-def in_words(error: BaseException) -> str:
+def type_and_message(error: BaseException) -> str:
     """Returns an error's type and message in one line, e.g. "ValueError: bad shape".
 
     Args:
@@ -86,7 +86,7 @@ _CONTENT_ERRORS = (
 
 
 @contextlib.contextmanager
-def in_one_line(make_message: Callable[[str], str] = str) -> Iterator[None]:
+def as_input_error(make_message: Callable[[str], str] = str) -> Iterator[None]:
     """Turns errors in the body about the content of files into an InputError of one line. A context
     manager and decorator.
 

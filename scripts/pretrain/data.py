@@ -61,7 +61,7 @@ def write_prompt_sets(seed: int, folder: Path) -> None:
             np.random.default_rng((seed, 4, held_out)), 10 * count, held_out
         )
         drawn = [prompt for prompt in drawn if _is_asked(prompt)]
-        alone = [prompt for prompt in drawn if len(scenes.parse(prompt).groups) == 1]
+        alone = [prompt for prompt in drawn if len(scenes.parse_caption(prompt).groups) == 1]
         pairs = [prompt for prompt in drawn if prompt not in alone]
         chosen = {*alone[: 4 * count // 7], *pairs[: count - 4 * count // 7]}
         prompts = [prompt for prompt in drawn if prompt in chosen]
@@ -116,7 +116,9 @@ def caption_batches(captions: list[str], curriculum: Curriculum, batch: int, see
         prompts in `["", *captions]`.
     """
     eligible_rows = np.array([row for row, caption in enumerate(captions) if _is_asked(caption)])
-    paired = np.array([len(scenes.parse(captions[row]).groups) == 2 for row in eligible_rows])
+    paired = np.array(
+        [len(scenes.parse_caption(captions[row]).groups) == 2 for row in eligible_rows]
+    )
     singles = eligible_rows[~paired]
     pairs = eligible_rows[paired]
 
@@ -155,7 +157,7 @@ def _choose_prompts(rows: np.ndarray, rng: np.random.Generator, *, wrong: bool) 
 
 def near_miss(caption: str, rng: np.random.Generator) -> str:
     """Returns the caption with one attribute changed."""
-    scene = scenes.parse(caption)
+    scene = scenes.parse_caption(caption)
     while True:
         i = int(rng.integers(len(scene.groups)))
         group = scene.groups[i]
@@ -185,5 +187,5 @@ def _is_asked(caption: str) -> bool:
 
     These captions have one group of any count, or two single objects and their relation.
     """
-    scene = scenes.parse(caption)
+    scene = scenes.parse_caption(caption)
     return len(scene.groups) == 1 or sum(group.count for group in scene.groups) == 2

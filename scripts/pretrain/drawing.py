@@ -23,7 +23,7 @@ from solrl_jax.data.shapes.scenes import (
     SIZES,
     Group,
     Scene,
-    parse,
+    parse_caption,
 )
 
 VOCABULARY: tuple[str, ...] = (
@@ -69,7 +69,7 @@ def draw_scene(rng: np.random.Generator) -> Scene:
 
 def held_out(text: str) -> bool:
     """Whether a caption is held out from training. About 10 % are, by a hash."""
-    return _held_out(caption(parse(text)))
+    return _held_out(caption(parse_caption(text)))
 
 
 def draw_prompts(rng: np.random.Generator, n: int, held_out: bool) -> list[str]:

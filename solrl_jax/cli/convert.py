@@ -22,7 +22,7 @@ import click
 from safetensors import SafetensorError, TensorSpec, serialize_file
 
 from solrl_jax.cli.options import PATH, finish, force_option, json_option
-from solrl_jax.errors import InputError, first_line, in_one_line
+from solrl_jax.errors import InputError, as_input_error, first_line
 from solrl_jax.models.loading.tensor_files import read_json
 from solrl_jax.models.locate import pipeline_files
 from solrl_jax.models.registry import open_pipeline
@@ -178,7 +178,7 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
     if file.suffix == ".safetensors":
         raise InputError(f"{file}: is a safetensors file already")
     if base is not None:
-        with in_one_line(lambda message: f"--base {base}: {message}"):
+        with as_input_error(lambda message: f"--base {base}: {message}"):
             kind = read_json(base / INDEX).get("_class_name")
         if kind != "SanaPipeline":
             raise InputError(
@@ -385,9 +385,9 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
             would be lost. Then `out` is as it was.
         RunError: If the directory cannot be written to the disk.
     """
-    with in_one_line(lambda message: f"--base {base}: {message}"):
+    with as_input_error(lambda message: f"--base {base}: {message}"):
         config = SanaConfig.read(base / TRANSFORMER)
-    with in_one_line(lambda message: f"{file}: {message}"):
+    with as_input_error(lambda message: f"{file}: {message}"):
         plan = native.plan_conversion({name: tuple(t.shape) for name, t in tensors.items()}, config)
     copied = _component_files(base)
     fields = {"_class_name": plan.config.network, **dataclasses.asdict(plan.config)}
@@ -400,12 +400,12 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
             for name, source in copied.items():
                 _copy(source, folder / name)
         # checked before the weights are written, which takes long
-        with in_one_line(lambda message: message.replace(str(folder), str(base))):
+        with as_input_error(lambda message: message.replace(str(folder), str(base))):
             network = open_pipeline(folder).transformer
         # views: no weight is read yet
         parts = {p.name: tensors[p.source][p.start : p.stop].reshape(p.shape) for p in plan.parts}
         _write(folder / TRANSFORMER / WEIGHTS, parts)
-        with in_one_line(lambda message: message.replace(str(folder), str(out))):
+        with as_input_error(lambda message: message.replace(str(folder), str(out))):
             network.check_files()
     return {
         "kind": "sana",

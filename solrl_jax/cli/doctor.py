@@ -23,7 +23,7 @@ from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluation_size, training_sizes
 from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import load_prompts
-from solrl_jax.errors import InputError, in_one_line, one_line
+from solrl_jax.errors import InputError, as_input_error, one_line
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.models.text_encoders.cache import open_cache
@@ -103,7 +103,7 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     finish(summary, as_json, table(summary))
     if missing := summary["missing"]:
         click.echo(f"solrl: {len(missing)} missing, first {one_line(missing[0])}", err=True)
-    if wrong := _wrong(summary):
+    if wrong := _wrong_kernels(summary):
         click.echo(f"solrl: {len(wrong)} wrong, first {one_line(wrong[0])}", err=True)
     if missing or wrong:
         sys.exit(1)
@@ -147,7 +147,9 @@ def machine() -> dict[str, Any]:
             "JAX does not see the NVIDIA GPU of this machine; expected pip install "
             "'solrl_jax[cuda13]'"
         )
-    if device.platform == "gpu" and (dnn is None or _numbers(dnn) < _numbers(CUDNN)):
+    if device.platform == "gpu" and (
+        dnn is None or _version_numbers(dnn) < _version_numbers(CUDNN)
+    ):
         missing.append(f"cuDNN {dnn or 'is not found'}; expected {CUDNN} or newer")
     return {
         "versions": {
@@ -393,8 +395,8 @@ def _check_weights(path: str) -> None:
             shape, or the model cannot be opened.
     """
     in_hub = not Path(path).is_dir() and hub.is_name(path)
-    pipeline = open_model(str(hub.cached(path)) if in_hub else path)
-    with in_one_line():
+    pipeline = open_model(str(hub.find_cached(path)) if in_hub else path)
+    with as_input_error():
         for component in (pipeline.transformer, pipeline.vae, *pipeline.text_encoders.values()):
             component.check_files()
 
@@ -427,7 +429,9 @@ def _model_download(config: Config) -> list[str]:
     """
     path = config.model.path
     return (
-        [path] if not Path(path).is_dir() and hub.is_name(path) and hub.cached(path) is None else []
+        [path]
+        if not Path(path).is_dir() and hub.is_name(path) and hub.find_cached(path) is None
+        else []
     )
 
 
@@ -450,14 +454,14 @@ def _reward_downloads(config: Config) -> list[str]:
             given.setdefault(paths.get(key, source.name), set()).update(source.files)
 
     def absent(name, files):
-        return hub.is_name(name) and any(hub.cached(name, file) is None for file in files)
+        return hub.is_name(name) and any(hub.find_cached(name, file) is None for file in files)
 
     return [
         name for name, files in given.items() if not Path(name).is_dir() and absent(name, files)
     ]
 
 
-def _wrong(summary: dict[str, Any]) -> list[str]:
+def _wrong_kernels(summary: dict[str, Any]) -> list[str]:
     """Returns a list with a message "KERNEL: PROBLEM" for each kernel that was found to be wrong.
 
     Args:
@@ -481,7 +485,7 @@ def cudnn() -> str | None:
     return f"{number // 10000}.{number // 100 % 100}.{number % 100}"
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _version_numbers(version: str) -> tuple[int, ...]:
     """Returns the integers of a version, so that versions can be compared.
 
     Args:
@@ -588,6 +592,6 @@ def table(summary: dict[str, Any]) -> str:
     rows += [(name, line) for name, line in summary.get("judges", {}).items()]
     rows += [("adapted", line) for line in summary.get("adapted", ())]
     rows += [("warning", line) for line in summary["warnings"]]
-    rows += [("wrong", line) for line in _wrong(summary)]
+    rows += [("wrong", line) for line in _wrong_kernels(summary)]
     rows += [("missing", line) for line in summary["missing"]] or [("missing", "nothing")]
     return "\n".join(f"{name:10} {one_line(text)}" for name, text in rows)

@@ -79,7 +79,7 @@ def fill_cache(
         dict.fromkeys([p for prompt_set in load_prompt_sets(config) for p in prompt_set])
     )
     instruction = read_instruction(config)
-    mesh = sharding.rows_only(open_mesh(config))  # as a run encodes them, to the bit
+    mesh = sharding.row_mesh(open_mesh(config))  # as a run encodes them, to the bit
     tokens = config.model.max_sequence_length
     encoders = open_text_encoders(
         open_model(config.model.path), config.rollout.precision, mesh, config.model.prompt_cache_dir

@@ -184,8 +184,8 @@ def command(
                 gallery,
                 differing,
                 (target, other),
-                differing.draw(experiment, adapters),
-                differing.draw(other_experiment, other_adapters),
+                differing.generate_images(experiment, adapters),
+                differing.generate_images(other_experiment, other_adapters),
             )
     finish(
         summary | {"means": result.means, "standard_errors": result.errors},
@@ -277,4 +277,6 @@ def _save_comparison(
         f"{prompt} ({prompt_gains})"
         for prompt, prompt_gains in zip(first.prompts, gains, strict=True)
     ]
-    save_before_after(path, first.images, second.images, captions, first.right, second.right, names)
+    save_before_after(
+        path, first.images, second.images, captions, first.accepted, second.accepted, names
+    )

@@ -24,7 +24,7 @@ from solrl_jax.errors import InputError, first_line
 from solrl_jax.runs import image_files
 from solrl_jax.runs.generation import DEFAULT_NUM_STEPS, Generation
 from solrl_jax.storage import files
-from solrl_jax.storage.readers import is_number
+from solrl_jax.storage.readers import is_short_digits
 
 # Names that options had in version 0.2, which still work.
 RENAMED_OPTIONS = {
@@ -59,7 +59,9 @@ def _parse_size(
     if value is None:
         return None
     sides = value.lower().split("x")
-    if len(sides) not in (2, 3) or not all(is_number(s) and 0 < int(s) <= MAX_SIDE for s in sides):
+    if len(sides) not in (2, 3) or not all(
+        is_short_digits(s) and 0 < int(s) <= MAX_SIDE for s in sides
+    ):
         raise InputError(
             f"size={value!r}: expected HEIGHTxWIDTH in pixels up to {MAX_SIDE}, e.g. 512x768, or "
             "HEIGHTxWIDTHxFRAMES for video models"

@@ -14,7 +14,7 @@ from solrl_jax.cli.options import (
     overrides_argument,
     trust_option,
 )
-from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.errors import InputError, as_input_error
 from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import mhla_override, open_model
 from solrl_jax.parallel.sharding import make_mesh
@@ -132,7 +132,7 @@ def command(
 
     pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     shapes = pipeline.transformer.abstract_params(DTYPES[config.rollout.precision])
-    with in_one_line():
+    with as_input_error():
         rows = quantized_layers.report(
             shapes, config.model.quantization, form, config.rollout.explore
         )

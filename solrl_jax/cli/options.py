@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from solrl_jax.config.values import MAX_NUMBER, expand_home
-from solrl_jax.storage.readers import is_number, to_strict_json
+from solrl_jax.storage.readers import is_short_digits, to_strict_json
 from solrl_jax.storage.stores import is_url, run_path
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
@@ -134,7 +134,7 @@ def iterations(
         click.BadParameter: If a part is not a whole number of one to nine digits.
     """
     parts = [part for value in values for part in value.split(",")]
-    wrong = [part for part in parts if not is_number(part)]
+    wrong = [part for part in parts if not is_short_digits(part)]
     if wrong:
         raise click.BadParameter(f"{wrong[0]!r} is no iteration; expected e.g. 3 or 3,10")
     return tuple(map(int, parts))

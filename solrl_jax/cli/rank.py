@@ -24,7 +24,7 @@ from solrl_jax.rl import rank
 from solrl_jax.rl.experiment import load_prompt_sets
 from solrl_jax.runs.directory import read_target
 from solrl_jax.storage.files import atomic_write, refuse_existing, writable_directory
-from solrl_jax.storage.readers import is_number, parse_json, read_bytes, to_strict_json
+from solrl_jax.storage.readers import is_short_digits, parse_json, read_bytes, to_strict_json
 from solrl_jax.storage.stores import RunPath
 
 
@@ -112,7 +112,7 @@ def command(
     if prompts > available:
         raise InputError(f"prompts={prompts}: there are {available} held-out prompts")
     folder = out or run or Path("runs/rank")
-    if out is not None or not _is_ours(folder / "rank.json"):
+    if out is not None or not _is_rank_result(folder / "rank.json"):
         refuse_existing("out", [folder / "rank.json"], force)
     writable_directory(folder, "--out")
 
@@ -177,7 +177,7 @@ def _parse_numbers(name: str, text: str | None) -> list[int]:
     """
     entries = _split(name, text)
     for entry in entries:
-        if not is_number(entry):
+        if not is_short_digits(entry):
             raise InputError(f"{name}={entry}: expected an integer of at most nine digits")
     return [int(entry) for entry in entries]
 
@@ -191,7 +191,7 @@ def _means(result: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in result.items() if name != "per_prompt"}
 
 
-def _is_ours(path: RunPath) -> bool:
+def _is_rank_result(path: RunPath) -> bool:
     """Returns whether a file is a result of `solrl rank`, so that it may be replaced: a JSON list
     of dicts with "per_prompt", not empty.
 

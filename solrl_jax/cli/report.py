@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from solrl_jax.cli.options import PATH, RUN_PATH, finish, force_option, json_option
-from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.errors import InputError, as_input_error
 from solrl_jax.runs import report
 from solrl_jax.storage.files import refuse_existing, writable_directory
 from solrl_jax.storage.stores import RunPath
@@ -49,7 +49,7 @@ def command(
         refuse_existing("out", [page], force)
     if out is not None:
         writable_directory(page.absolute().parent, "--out")
-    with in_one_line():
+    with as_input_error():
         report.write(runs, page, plan=plan)
     finish(
         {"out": str(page), "runs": [str(run) for run in runs]},

@@ -110,13 +110,15 @@ def command(
         summary = stop.summary
     interrupted = summary["interrupted"]
     if hosts.is_first():
-        text = f"interrupted: {summary['run']}" if interrupted else closing(summary, html_report)
+        text = (
+            f"interrupted: {summary['run']}" if interrupted else closing_lines(summary, html_report)
+        )
         finish(summary, as_json, text)
     if interrupted:
         sys.exit(INTERRUPTED)
 
 
-def closing(summary: dict[str, Any], html_report: bool) -> str:
+def closing_lines(summary: dict[str, Any], html_report: bool) -> str:
     """Returns the lines that `solrl train` ends with: what was gained, the report, and the commands
     that generate images and export the policy.
 
@@ -140,13 +142,13 @@ def closing(summary: dict[str, Any], html_report: bool) -> str:
     out = "DIRECTORY" if summary["trained_in_full"] else "lora.safetensors"
     export = f"{program} export {run} --out {out}"
     return (
-        f"gained: {gained(summary['before'], summary['after'])}\n"
+        f"gained: {describe_gain(summary['before'], summary['after'])}\n"
         f"report: {report}\n"
         f"next:   {generate}; {export}"
     )
 
 
-def gained(before: dict[str, Any], after: dict[str, Any]) -> str:
+def describe_gain(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Describes by how much training changed the scores of the held-out prompts.
 
     A change of at most twice its standard error (the root of the sum of the squares of both

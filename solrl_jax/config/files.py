@@ -8,7 +8,7 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.config.serialization import parse
+from solrl_jax.config.serialization import parse_config_text
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 PARTS = (
@@ -57,4 +57,4 @@ def read_file(name: str) -> dict[str, Any]:
         ConfigError: If it is not YAML.
     """
     path = CONFIGS / f"{name}.yaml"
-    return parse(path.read_text(encoding="utf-8"), f"configs/{name}.yaml") or {}
+    return parse_config_text(path.read_text(encoding="utf-8"), f"configs/{name}.yaml") or {}

@@ -18,7 +18,7 @@ import yaml
 from solrl_jax.config.files import PARTS, part_files
 from solrl_jax.config.migrations import migrate_override
 from solrl_jax.config.schema import is_plugin
-from solrl_jax.config.serialization import parse
+from solrl_jax.config.serialization import parse_config_text
 from solrl_jax.config.validation import field_names, section_names, suggest, unknown_key_message
 from solrl_jax.config.values import ConfigError, brief_repr
 
@@ -57,7 +57,7 @@ class Overrides:
     problems: list[str] = dataclasses.field(default_factory=list)
 
 
-def text_override(key: str, text: str) -> str:
+def quote_override(key: str, text: str) -> str:
     """Returns the override that sets a field to a text, quoted so that YAML reads exactly this
     text.
 
@@ -102,7 +102,7 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
             )
             continue
         try:
-            value = parse(raw, f"override {brief_repr(override)}") if raw else ""
+            value = parse_config_text(raw, f"override {brief_repr(override)}") if raw else ""
         except ConfigError as error:
             parsed.problems.append(str(error))
             continue

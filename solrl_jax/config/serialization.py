@@ -64,7 +64,7 @@ def from_yaml(text: str) -> Config:
         ConfigError: If the text is not YAML, or not a valid configuration of these versions. The
             message names all problems.
     """
-    tree = parse(text, "configuration")
+    tree = parse_config_text(text, "configuration")
     if isinstance(tree, dict) and "version" not in tree:
         raise ConfigError("missing key 'version'")
     return build_config(migrate(tree))
@@ -117,7 +117,7 @@ def _drop_defaults(
     return changed
 
 
-def parse(text: str, name: str) -> Any:
+def parse_config_text(text: str, name: str) -> Any:
     """Reads YAML text, with limits on its length and depth.
 
     Args:

@@ -82,7 +82,7 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
     if ending == ".parquet":
         rows = _read_parquet(file, column, where)
     else:
-        text = read_file(
+        text = read_text_file(
             file, where, f"a text file with one prompt per line, or {', '.join(ENDINGS)}"
         )
         if ending == ".json":
@@ -98,7 +98,7 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
     return rows
 
 
-def read_file(file: Path, where: str, expected: str) -> str:
+def read_text_file(file: Path, where: str, expected: str) -> str:
     """Reads a UTF-8 text file of at most 64 MiB.
 
     Args:

@@ -9,7 +9,7 @@ import numpy as np
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.data.hub_prompts import HUB, fetch_files, parse_reference
-from solrl_jax.data.prompt_files import MAX_PROMPTS, TABLES, read_file, read_rows, split_column
+from solrl_jax.data.prompt_files import MAX_PROMPTS, TABLES, read_rows, read_text_file, split_column
 from solrl_jax.errors import InputError
 
 T = TypeVar("T", bound=str)
@@ -188,7 +188,7 @@ def load_instruction(path: str, field: str) -> str:
             control characters or more than 20,000 characters.
     """
     where = f"{field}={path!r}"
-    text = read_file(Path(path), where, "a text file with the instruction").removesuffix("\n")
+    text = read_text_file(Path(path), where, "a text file with the instruction").removesuffix("\n")
     if not text.strip():
         raise InputError(f"{where}: holds no instruction")
     return check_text(text, where)

@@ -147,7 +147,7 @@ def unipc_table(sigmas: Sigmas) -> Table:
     return np.array(rows, np.float32)
 
 
-def _unic_weights(h: float, slope: float) -> tuple[float, float]:
+def _unic_weights(h: float, inverse_r: float) -> tuple[float, float]:
     """Solves for the two weights of UniC of second order with "bh2", so that the correction is
     exact for predictions that are quadratic in lambda.
 
@@ -167,9 +167,9 @@ def _unic_weights(h: float, slope: float) -> tuple[float, float]:
     phi_3 = phi_2 / -h - 0.5
     first = phi_2 / b
     second = 2 * phi_3 / b
-    if slope == 0:  # the previous prediction is infinitely far away
+    if inverse_r == 0:  # the previous prediction is infinitely far away
         return 0.0, first
-    slope_weight = (second - first) / (1 / slope - 1)
+    slope_weight = (second - first) / (1 / inverse_r - 1)
     return slope_weight, first - slope_weight
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from solrl_jax.errors import in_one_line
+from solrl_jax.errors import as_input_error
 from solrl_jax.models.checks import check_tile
 from solrl_jax.models.decoder import Decoder
 from solrl_jax.models.loading.weights import ParameterEntry, Params, parameter_table
@@ -201,16 +201,16 @@ def load_backbone(
     pipeline = open_model(model) if isinstance(model, str) else model
     check_tile(tile, pipeline)
     dtype = DTYPES[precision]
-    row_mesh = sharding.rows_only(mesh)
+    row_mesh = sharding.row_mesh(mesh)
     text_encoders = open_text_encoders(pipeline, precision, row_mesh, cache)
     text_encoders.check_instruction(instruction)
     vae_dtype = decoding or pipeline.vae_dtype or dtype
-    with in_one_line():
+    with as_input_error():
         # Both are checked before the first one loads, which takes minutes.
         pipeline.transformer.check_files()
         pipeline.vae.check_files()
-        transformer = pipeline.transformer.load(dtype, sharding.placement(mesh))
-        vae = pipeline.vae.load(vae_dtype, sharding.placement(row_mesh))
+        transformer = pipeline.transformer.load(dtype, sharding.parameter_placement(mesh))
+        vae = pipeline.vae.load(vae_dtype, sharding.parameter_placement(row_mesh))
     decoder = Decoder(vae, pipeline, vae_dtype, tile)
     return Backbone(pipeline, mesh, dtype, transformer, text_encoders, decoder, instruction)
 
@@ -224,7 +224,7 @@ def open_text_encoders(
     Args:
         pipeline: the model, whose text encoders and tokenizers are used.
         precision: dtype in which the text encoders compute, "bf16" or "fp32".
-        mesh: devices that encode, as a mesh that `sharding.rows_only` returns: its axes `sequence`
+        mesh: devices that encode, as a mesh that `sharding.row_mesh` returns: its axes `sequence`
             and `tensor` have size 1, so that every device works on its own rows.
         cache: folder of the cache of encoded prompts (`model.prompt_cache_dir`); "~" is expanded.
             "": the folder `solrl_jax/prompts` in the user's cache directory. None: no cache.
@@ -239,7 +239,7 @@ def open_text_encoders(
         PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """
-    with in_one_line():
+    with as_input_error():
         for component in pipeline.text_encoders.values():
             component.check_files()
     return TextEncoders(pipeline, mesh, DTYPES[precision], open_cache(cache))

@@ -2,7 +2,7 @@
 
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluation_size, model_size, training_sizes
-from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.errors import InputError, as_input_error
 from solrl_jax.models.pipeline import Pipeline
 
 
@@ -46,7 +46,7 @@ def check_sizes(config: Config, pipeline: Pipeline) -> None:
     sizes += [("rollout.size", size) for size in training_sizes(config)]
     sizes += [("eval.size", evaluation_size(config))]
     for field, size in sizes:
-        with in_one_line(f"{field}: {{}}".format):
+        with as_input_error(f"{field}: {{}}".format):
             pipeline.latent_shape(*size)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from solrl_jax.config.schema import Model
-from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.errors import InputError, as_input_error
 from solrl_jax.models.layers.mhla import Mhla
 from solrl_jax.models.loading.tensor_files import without_variants
 from solrl_jax.models.pipeline import Pipeline
@@ -48,7 +48,7 @@ def open_model(
             of the image size do not divide into its number of blocks.
     """
     folder = find_model(path)
-    with in_one_line():
+    with as_input_error():
         return open_pipeline(folder, gradient_checkpointing, mhla)
 
 

@@ -3,7 +3,8 @@
 Every process runs the same program on the same arguments (JAX's multi-controller model) and holds
 the shards of its own devices. Two rules follow. A value that decides which program runs next must
 be the same in every process (`from_first`, `any_flags`). Only the first process writes to the run
-directory (`on_first`); then all continue, or all fail. With one process, no function communicates.
+directory (`run_on_first`); then all continue, or all fail. With one process, no function
+communicates.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from solrl_jax.errors import InputError, RunError
 from solrl_jax.parallel import consensus
-from solrl_jax.storage.readers import is_number
+from solrl_jax.storage.readers import is_short_digits
 
 T = TypeVar("T")
 AUTO = "auto"  # JAX reads the number of processes from the cluster's environment
@@ -72,7 +73,7 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
         if hosts is None:
             return
     else:
-        if not (is_number(hosts) and 1 <= int(hosts) <= MOST):
+        if not (is_short_digits(hosts) and 1 <= int(hosts) <= MOST):
             raise InputError(
                 f"hosts={hosts!r}: expected a number of processes from 1 to {MOST}, or {AUTO}"
             )
@@ -144,7 +145,7 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
         address.encode("idna")  # the look-up does this, and would raise UnicodeError
     except UnicodeError:  # e.g. an empty or overlong label between two dots
         address = ""
-    if not (address and is_number(port) and 0 < int(port) < 2**16):
+    if not (address and is_short_digits(port) and 0 < int(port) < 2**16):
         raise InputError(f"coordinator={coordinator}: expected HOST:PORT")
     end = time.monotonic() + START
     server = (address.strip("[]"), int(port))  # an IPv6 address is written in brackets
@@ -311,7 +312,7 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
-def on_first(act: Callable[[], Any]) -> None:
+def run_on_first(act: Callable[[], Any]) -> None:
     """Calls a function in the first process only, while the others wait. Every process must call
     it, from one thread at a time.
 
@@ -329,10 +330,10 @@ def on_first(act: Callable[[], Any]) -> None:
     def run() -> None:
         act()
 
-    consensus.from_first("on_first", run)
+    consensus.from_first("run_on_first", run)
 
 
-def on_every(act: Callable[[], Any]) -> None:
+def run_on_every(act: Callable[[], Any]) -> None:
     """Calls a function in every process. Then all continue, or all fail. Every process must call
     it, from one thread at a time.
 
@@ -352,7 +353,7 @@ def on_every(act: Callable[[], Any]) -> None:
     def run() -> None:
         act()
 
-    consensus.on_every("on_every", run)
+    consensus.on_every("run_on_every", run)
 
 
 def from_first(find: Callable[[], T]) -> T:

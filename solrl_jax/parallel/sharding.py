@@ -4,7 +4,7 @@ The mesh has four axes. Samples are split over `data` and `fsdp`. The frozen bas
 are split over `fsdp` and replicated over `data`. The tokens of the transformer are split over
 `sequence` (`quant.sequence_parallel`), and its matmuls over `tensor` by their outputs
 (`quant.tensor_parallel`). Other computations on samples cannot use these two axes, so their devices
-take samples as well (`rows_only`).
+take samples as well (`row_mesh`).
 """
 
 from collections.abc import Callable, Sequence
@@ -96,7 +96,7 @@ def make_mesh(
     return jax.make_mesh(shape, AXES, AUTO, devices=devices[:needed])
 
 
-def rows_only(mesh: Mesh) -> Mesh:
+def row_mesh(mesh: Mesh) -> Mesh:
     """Turns a mesh into one without sequence and tensor parallelism, so that samples can be split
     over all its devices.
 
@@ -171,7 +171,7 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     return jax.tree_util.tree_map_with_path(place, tree, is_leaf=lambda x: isinstance(x, Leaf))
 
 
-def placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
+def parameter_placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
     """Returns a function that gives the sharding on a mesh of a parameter that is a plain array, by
     the rules of `parameter_sharding`.
 
@@ -245,7 +245,7 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
     same number of rows. Each device has a share of consecutive rows of the batch, and each piece
     has the next `count` rows of every share. The last piece is filled up with copies of the first
     row of each share, whose results are dropped. The mesh that is set must have no sequence or
-    tensor parallelism (`rows_only`); without a mesh, there is one device. A gradient evaluates `f`
+    tensor parallelism (`row_mesh`); without a mesh, there is one device. A gradient evaluates `f`
     once more for each piece.
 
     Args:

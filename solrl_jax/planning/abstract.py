@@ -25,7 +25,7 @@ from solrl_jax.parallel import sharding
 from solrl_jax.quant.formats import DeviceInfo, scoring_dtypes
 from solrl_jax.rewards.protocol import Reward
 from solrl_jax.rewards.registry import open_rewards, reward_names
-from solrl_jax.rewards.sources import CARRIED
+from solrl_jax.rewards.sources import PACKAGED_CONFIGS
 from solrl_jax.rl.experiment import (
     Experiment,
     check_loaded_objective,
@@ -64,7 +64,7 @@ def open_configurations(
     """
     if Path(path).is_dir() or not hub.is_name(path):
         return open_model(path, gradient_checkpointing, mhla)
-    folder = hub.cached(path)
+    folder = hub.find_cached(path)
     if folder is None or not (folder / "transformer" / "config.json").is_file():
         folder = hub.CARRIED / path
     if not (folder / "model_index.json").is_file():
@@ -111,7 +111,7 @@ def abstract_experiment(
     check_loaded_objective(config)  # imports an objective outside the package
     model = config.model
     dtype = DTYPES[config.rollout.precision]
-    rows = sharding.rows_only(mesh)
+    rows = sharding.row_mesh(mesh)
     trained_paths, quantized = select_parameters(config, pipeline, device)
     check_tile(model.vae_tile_size, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)
@@ -122,12 +122,12 @@ def abstract_experiment(
     )
     vae_dtype = decoding or pipeline.vae_dtype or dtype
     decoder = Decoder(
-        pipeline.vae.abstract_params(vae_dtype, sharding.placement(rows)),
+        pipeline.vae.abstract_params(vae_dtype, sharding.parameter_placement(rows)),
         pipeline,
         vae_dtype,
         model.vae_tile_size,
     )
-    transformer = pipeline.transformer.abstract_params(dtype, sharding.placement(mesh))
+    transformer = pipeline.transformer.abstract_params(dtype, sharding.parameter_placement(mesh))
     backbone = Backbone(pipeline, mesh, dtype, transformer, encoders, decoder, instruction)
     reward = abstract_reward(config, rows, reward_dtype)
     prompts = some_prompts(config)
@@ -191,7 +191,7 @@ def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Rewa
     ignored -= set(reward_names(config.reward.weights))
     settings = dataclasses.replace(
         config.reward,
-        paths=CARRIED,
+        paths=PACKAGED_CONFIGS,
         eval_only=(),
         options={
             name: options for name, options in config.reward.options.items() if name not in ignored
@@ -215,7 +215,7 @@ def text_encoders(backbone: Backbone) -> dict[str, Any]:
         encoder in the pipeline, e.g. "text_encoder_2".
     """
     encoders = backbone.text_encoders
-    place = sharding.placement(encoders.mesh)
+    place = sharding.parameter_placement(encoders.mesh)
     return {
         name: part.abstract_params(encoders.dtype, place)
         for name, part in encoders.pipeline.text_encoders.items()

@@ -49,7 +49,7 @@ _ATTENTION = re.compile("flash|splash|attention")
 # The number of matmuls of the kernels of JAX's attention for TPUs: its two gradients, and the
 # forward pass.
 _PARTS = {"dkv": 4, "dq": 3, "": 2}
-Kind = Literal["products", "attention", "memory"]
+Kind = Literal["matmuls", "attention", "memory"]
 Unit = Literal["fp4", "fp8", "int8", "bf16", "tf32", "fp32"]
 
 
@@ -60,10 +60,10 @@ class Kernel:
     Attributes:
         name: What runs: the name of a library function (one for all Pallas kernels of a compiler,
             e.g. "tpu_custom_call"); "fusion" and its kind, e.g. "fusion __triton"; or the opcode of
-            any other instruction, e.g. "copy". Those of the kind "products" also have the type of
+            any other instruction, e.g. "copy". Those of the kind "matmuls" also have the type of
             their operands, e.g. "__cublas$gemm bf16".
         kind: What its time counts as: "attention" for flash attention of cuDNN or Pallas,
-            "products" for all others with `operations` above 0 (matmuls, convolutions, and Pallas
+            "matmuls" for all others with `operations` above 0 (matmuls, convolutions, and Pallas
             kernels that state theirs), and "memory" for the rest, e.g. copies and elementwise
             fusions.
         unit: The arithmetic unit that it multiplies on, the name of a peak rate in `targets.Peaks`:
@@ -194,7 +194,7 @@ def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
     if "fmha" in name or (name in PALLAS and _ATTENTION.search(source)):
         kind = "attention"
     elif count:
-        kind = "products"
+        kind = "matmuls"
         name = f"{name} {operand}"
     result = "".join(
         f"{a.kind}[{','.join(map(str, a.shape))}]"

@@ -43,15 +43,15 @@ class Program:
         function: The jitted function, e.g. `sample_chunk`.
         arguments: Its arguments in order, with a ShapeDtypeStruct in place of every array.
         calls: The number of calls in one training iteration. 0 for programs of an evaluation.
-        meanwhile: A tree of ShapeDtypeStructs of other arrays that are in memory during a call, but
-            are not arguments.
+        other_arrays: A tree of ShapeDtypeStructs of other arrays that are in memory during a call,
+            but are not arguments.
     """
 
     mesh: Mesh
     function: Any
     arguments: tuple[Any, ...]
     calls: int
-    meanwhile: Any = ()
+    other_arrays: Any = ()
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Phases:
         state: The training state (`rl.state.TrainState`), with ShapeDtypeStructs for arrays.
         encoders: The parameters of the text encoders, as ShapeDtypeStructs. The keys are their
             folders in the pipeline, e.g. "text_encoder".
-        whole: The sharding of arrays that are replicated on all devices of `mesh`.
+        replicated: The sharding of arrays that are replicated on all devices of `mesh`.
         prepared: What the reward computes once per iteration from the prompts, e.g. their
             embeddings, with ShapeDtypeStructs for arrays.
         conditions: The embeddings of the iteration's prompts (`cond`) and of the empty prompt
@@ -99,10 +99,10 @@ class Phases:
         """
         self.experiment = experiment
         self.mesh = experiment.backbone.mesh
-        self.rows_mesh = sharding.rows_only(self.mesh)
+        self.rows_mesh = sharding.row_mesh(self.mesh)
         self.state = state_shapes(experiment)
         self.encoders = text_encoders(experiment.backbone)
-        self.whole = sharding.replicated(self.mesh)
+        self.replicated = sharding.replicated(self.mesh)
         everywhere = sharding.replicated(self.rows_mesh)
         self.prepared = abstract(
             experiment.reward.prepare(experiment.train_prompts), self.rows_mesh, everywhere
@@ -144,7 +144,7 @@ class Phases:
             return {}
         with jax.set_mesh(self.mesh):
             leaves = quantize_policy.eval_shape(*self._sync())
-        return abstract(leaves, self.mesh, self.whole)
+        return abstract(leaves, self.mesh, self.replicated)
 
     @property
     def continued(self) -> int:
@@ -247,7 +247,10 @@ class Phases:
         with jax.set_mesh(self.rows_mesh):
             out = encode_chunk.eval_shape(*self._encode().arguments)
         return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self.whole), out
+            lambda x: jax.ShapeDtypeStruct(
+                (count, *x.shape[1:]), x.dtype, sharding=self.replicated
+            ),
+            out,
         )
 
     def _policy(self, codes: Any) -> Any:
@@ -309,7 +312,7 @@ class Phases:
         }
         quantizer = shaped_quantizer(explorer.explore, Quantizer(explorer.format.quantize), weights)
         quantizer = Quantizer(
-            quantizer.quantize, abstract(quantizer.extra_arrays, self.mesh, self.whole)
+            quantizer.quantize, abstract(quantizer.extra_arrays, self.mesh, self.replicated)
         )
         return self.mesh, base, self.state.old, experiment.scale, explorer.quantized, quantizer
 
@@ -357,7 +360,9 @@ class Phases:
             noise,
         )
         segments = tuple(
-            dataclasses.replace(segment, schedule=abstract(segment.schedule, self.mesh, self.whole))
+            dataclasses.replace(
+                segment, schedule=abstract(segment.schedule, self.mesh, self.replicated)
+            )
             for segment in segments
         )
         config = self.experiment.config
@@ -399,7 +404,7 @@ class Phases:
             return decode
         inputs = reward.select_inputs(images, latents)
         arguments = (reward, reward.params, inputs, self.prepared, self._rows(mesh, (), jnp.int32))
-        return [*decode, Program(mesh, score_images, arguments, calls, meanwhile=latents)]
+        return [*decode, Program(mesh, score_images, arguments, calls, other_arrays=latents)]
 
     def _reward_gradient(self) -> Program:
         """Returns the program of the gradient of the reward for one batch. It is called for the
@@ -434,7 +439,7 @@ class Phases:
         count = config.train.num_prompts * config.rollout.kept
 
         def per_sample(shape, dtype):
-            return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.whole)
+            return jax.ShapeDtypeStruct((count, *shape), dtype, sharding=self.replicated)
 
         numbers = (
             per_sample(self._sampler.shape, jnp.float32),
@@ -463,6 +468,6 @@ class Phases:
             self.state,
             backbone.transformer,
             batch,
-            abstract(schedule, self.mesh, self.whole),
+            abstract(schedule, self.mesh, self.replicated),
         )
         return Program(self.mesh, update, arguments, 1)

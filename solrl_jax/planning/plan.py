@@ -258,7 +258,7 @@ class Planner:
             * "temporaries", "outputs" and "code": what the program allocates, and its machine code.
             * "aliased": the outputs that are written over arguments.
             * "resident": a dict of the arrays that are in memory, but are not arguments, with the
-              names that `parts` gives them; also "latents" (`Program.meanwhile`). With
+              names that `parts` gives them; also "latents" (`Program.other_arrays`). With
               `model.prompt_cache_dir`, text encoders are in memory for "encode" alone.
             * "peak": the sum of "held", "padded", "temporaries", "outputs", "code" and the sizes in
               "resident", less "aliased".
@@ -275,7 +275,7 @@ class Planner:
         ):  # the prompts were encoded ahead, and the encoders freed
             absent = (*absent, ENCODERS)
         parts = {name: tree for name, tree in self.parts().items() if name not in absent} | {
-            "latents": program.meanwhile
+            "latents": program.other_arrays
         }
         others = {
             name: bytes_per_device([x for x in arrays(tree) if id(x) not in distinct])
@@ -406,7 +406,7 @@ def arrays(tree: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(tree) if isinstance(x, jax.ShapeDtypeStruct)]
 
 
-def suggest_faster_settings(planner: Planner, left: dict[str, int]) -> dict[str, str]:
+def suggest_faster_settings(planner: Planner, free_bytes: dict[str, int]) -> dict[str, str]:
     """Suggests settings with which an iteration may take less time.
 
     There are two: `rollout.explore.precision=auto`, if the device can only emulate the present
@@ -429,7 +429,7 @@ def suggest_faster_settings(planner: Planner, left: dict[str, int]) -> dict[str,
         if explorer.format.is_native(planner.device)
         else {"explore": f"rollout.explore.precision={AUTO}"}
     )
-    roomy = left["update"] > planner.usable / 2
+    roomy = free_bytes["update"] > planner.usable / 2
     return settings | (
         {"update": "model.gradient_checkpointing=matmuls"}
         if roomy and gradient_checkpointing == "blocks"

@@ -17,7 +17,7 @@ from solrl_jax.planning.links import Collective, collectives
 from solrl_jax.planning.targets import Target
 
 # What limits the time of kernels and collectives.
-KINDS = ("products", "attention", "memory", "links")
+KINDS = ("matmuls", "attention", "memory", "links")
 LARGEST = 8  # the number of groups of kernels that are listed
 
 
@@ -28,7 +28,7 @@ class Roofline:
 
     Attributes:
         target: The kind of device, with its peak rates.
-        on_host: The number of devices per host. Traffic between hosts takes the network.
+        devices_per_host: The number of devices per host. Traffic between hosts takes the network.
         kernels: The kernels that the program runs.
         collectives: The collectives that the program runs.
         unknown_loops: The number of loops whose iterations are unknown, and which count as one
@@ -36,7 +36,7 @@ class Roofline:
     """
 
     target: Target
-    on_host: int
+    devices_per_host: int
     kernels: list[Kernel]
     collectives: list[Collective]
     unknown_loops: int
@@ -75,7 +75,7 @@ class Roofline:
         Args:
             collective: A collective of the program.
         """
-        crossing = collective.crossing(self.on_host)
+        crossing = collective.crossing(self.devices_per_host)
         return collective.times * (
             max(collective.sent - crossing, 0) / self.target.peaks.link
             + crossing / self.target.peaks.network
@@ -85,7 +85,8 @@ class Roofline:
         """Returns the seconds of one call, divided by what they are spent on.
 
         Returns:
-            A dict of seconds: "products" (matmuls), "attention", "memory" (all other kernels) and
+            A dict of seconds: "matmuls" (convolutions too), "attention", "memory" (all other
+                kernels) and
             "links" (collectives). Their sum is the lower bound for one call. The collectives that
             overlap with kernels add only the time by which they together exceed all kernels.
         """
@@ -103,9 +104,9 @@ class Roofline:
             A dict with these keys:
 
             * "seconds": the lower bound for one call.
-            * "split": a dict of its parts: seconds of "products" (matmuls), "attention", "memory"
-              (all other kernels) and "links" (collectives; see `split`).
-            * "products_at_peak": the seconds of the arithmetic alone, that of attention too.
+            * "split": a dict of its parts: seconds of "matmuls" (convolutions too), "attention",
+              "memory" (all other kernels) and "links" (collectives; see `split`).
+            * "operations_at_peak": the seconds of the arithmetic alone, that of attention too.
             * "kernels" and "native": the number of runs of all kernels, and of each hand-written
               one by name (`kernels.count_library_kernels`).
             * "operations": arithmetic operations by unit, e.g. {"bf16": 1e12}.
@@ -128,7 +129,7 @@ class Roofline:
         return {
             "seconds": sum(split.values()),
             "split": split,
-            "products_at_peak": sum(map(self.peak_seconds, self.kernels)),
+            "operations_at_peak": sum(map(self.peak_seconds, self.kernels)),
             "kernels": sum(kernel.times for kernel in self.kernels),
             "native": count_library_kernels(self.kernels),
             "operations": {unit: count for unit, count in operations.items() if count},
@@ -157,7 +158,7 @@ class Roofline:
                 "overlaps": overlaps,
                 "count": sum(c.times for c in collectives),
                 "sent": sum(c.times * c.sent for c in collectives),
-                "crossing": sum(c.times * c.crossing(self.on_host) for c in collectives),
+                "crossing": sum(c.times * c.crossing(self.devices_per_host) for c in collectives),
                 "seconds": sum(map(self.link_seconds, collectives)),
             }
             for (kind, overlaps), collectives in groups.items()
@@ -189,13 +190,13 @@ class Roofline:
         return sorted(rows, key=lambda row: -float(row["seconds"]))[:LARGEST]
 
 
-def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roofline:
+def roofline(text: str, target: Target, devices_per_host: int = 1, hosts: int = 1) -> Roofline:
     """Reads the work of a program from its compiled text.
 
     Args:
         text: The text that `as_text()` of the compiled program returns.
         target: The kind of device that the program was compiled for.
-        on_host: The number of devices per host.
+        devices_per_host: The number of devices per host.
         hosts: The number of hosts that the program runs on.
 
     Returns:
@@ -207,9 +208,9 @@ def roofline(text: str, target: Target, on_host: int = 1, hosts: int = 1) -> Roo
     module = parse(text)
     return Roofline(
         target,
-        on_host,
+        devices_per_host,
         kernels(module),
-        collectives(module, on_host * hosts),
+        collectives(module, devices_per_host * hosts),
         module.unknown_loops(),
     )
 
@@ -222,7 +223,7 @@ def table(summary: dict[str, Any]) -> str:
 
     Args:
         summary: The figures, as `Roofline.summary` returns them: a dict with "seconds", "split",
-            "products_at_peak", "native", "collectives", "largest" and others.
+            "operations_at_peak", "native", "collectives", "largest" and others.
 
     Returns:
         The lines, joined by line feeds.
@@ -232,7 +233,7 @@ def table(summary: dict[str, Any]) -> str:
     def row_of(seconds):
         return f"  {seconds:9.3g} s {seconds / total if total else 0:4.0%} "
 
-    lines = [f"{total:.4g} s at the peaks; operations alone {summary['products_at_peak']:.4g} s"]
+    lines = [f"{total:.4g} s at the peaks; operations alone {summary['operations_at_peak']:.4g} s"]
     lines += [f"{row_of(seconds)}{kind}" for kind, seconds in summary["split"].items() if seconds]
     lines += [f"  {count:9} x {name}" for name, count in sorted(summary["native"].items())]
     for row in summary["collectives"]:

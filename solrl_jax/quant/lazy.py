@@ -333,7 +333,7 @@ class LazyActivation:
             (by the identity of the function) and kept, however many matmuls read them.
         """
         if encode not in self._encodings:
-            if compile_target.platform() == "tpu" and tpu_kernel_takes(encode, self):
+            if compile_target.platform() == "tpu" and fits_tpu_kernel(encode, self):
                 outputs = _encode_on_tpu(encode, self)
             else:
                 outputs = encode_in_one_pass(encode, [self])
@@ -473,7 +473,7 @@ def _encode_on_tpu(encode: Encode, x: LazyActivation) -> tuple[Array, ...]:
         encode: The encoder: from the columns of rows (float32 arrays [..., n_i] whose widths add up
             to n, the first columns first) to a tuple of outputs, each again a list of arrays whose
             widths add up to the m of that output.
-        x: An activation for which `tpu_kernel_takes` is True.
+        x: An activation for which `fits_tpu_kernel` is True.
 
     Returns:
         The outputs of the encoder, each one array [b, s, m].
@@ -692,7 +692,7 @@ def _encode_row(
             start = end
 
 
-def tpu_kernel_takes(encode: Encode, x: LazyActivation) -> bool:
+def fits_tpu_kernel(encode: Encode, x: LazyActivation) -> bool:
     """Returns whether `tpu_kernel` can encode an activation, whatever platform is in use.
 
     Args:

@@ -284,7 +284,7 @@ def _gather_backward(_, g):
     Returns:
         A tuple with the sum for the entries of this device, in the dtype of `g`.
     """
-    return (_sum_parts(g),)
+    return (_reduce_scatter(g),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
@@ -304,7 +304,7 @@ def _all_gather(x: Array) -> Array:
 
 
 @shard_map_kernel
-def _sum_parts(x: Array) -> Array:
+def _reduce_scatter(x: Array) -> Array:
     """Adds the arrays of all devices along the mesh axis `sequence` in float32, and returns the
     entries of the sum that belong to this device, in the dtype of `x`.
 

@@ -131,7 +131,7 @@ def geneval(
     strict = np.full(len(images), np.nan, np.float32)
     for i, in_image in zip(finite, detections, strict=True):
         least = counting_threshold if requests[i].tag == "counting" else threshold
-        reward[i], strict[i] = judge(group_by_class(in_image, least), requests[i])
+        reward[i], strict[i] = score_request(group_by_class(in_image, least), requests[i])
     return {"reward": reward, "strict": strict}
 
 
@@ -178,7 +178,7 @@ def group_by_class(detections: Sequence[Detection], threshold: float) -> Objects
     return groups
 
 
-def judge(objects: Objects, request: Request) -> tuple[float, bool]:
+def score_request(objects: Objects, request: Request) -> tuple[float, bool]:
     """Scores one image.
 
     The partial score is the mean of terms. Each clause of `request.include` adds, where n is the

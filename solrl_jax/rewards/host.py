@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.errors import RunError, in_words, one_line
+from solrl_jax.errors import RunError, one_line, type_and_message
 from solrl_jax.parallel import hosts
 from solrl_jax.rewards import usage
 from solrl_jax.rewards.groups import group_slices, ordered_pairs, win_rates
@@ -251,7 +251,7 @@ class Workers:
             case BrokenProcessPool():
                 return None
             case error:  # metadata that cannot be pickled
-                return in_words(error)
+                return type_and_message(error)
 
 
 @functools.cache
@@ -614,10 +614,10 @@ def _set_up(memory: int) -> None:
     os._exit = exit_visibly  # pebble would wait for a process that ends with exit code 0
     os.setsid()  # Ctrl-C, and signals to the process group of the run, do not reach a worker
     os.dup2(2, 1)  # standard output is for results
-    _end_with(multiprocessing.parent_process())
+    _end_with_parent(multiprocessing.parent_process())
 
 
-def _end_with(parent: Any) -> None:
+def _end_with_parent(parent: Any) -> None:
     """Ends this process when its parent has ended, also while C code holds the interpreter lock.
 
     Starts a thread that waits for the parent and exits with code 1. On Linux the system also sends
@@ -683,16 +683,16 @@ def _call(
             returned = _compare_pairs(function, images, prompts, metadata, pairs_at_once)
         else:
             returned = function(images, prompts, metadata)
-        answer = check_answer(returned, len(images))
+        answer = to_scores(returned, len(images))
     except ScoringFailure as failure:
         problem = str(failure)
         if failure.scores is not None:
-            answer = check_answer(failure.scores, len(images))
+            answer = to_scores(failure.scores, len(images))
     except MemoryError:
         limit = resource.getrlimit(resource.RLIMIT_DATA)[0]
         problem = f"out of memory: a worker may take {limit / 1e9:.1f} GB"
     except (Exception, SystemExit) as error:
-        problem = in_words(error)
+        problem = type_and_message(error)
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     for values in (answer or {}).values():
@@ -752,7 +752,7 @@ def _compare_pairs(
                 break
             partial_failure = error
             returned = error.scores
-        values = check_answer(returned, len(first))["reward"]
+        values = to_scores(returned, len(first))["reward"]
         if partial_failure is not None and np.isnan(values).all():
             break
         if ((values < 0) | (values > 1)).any():
@@ -777,7 +777,7 @@ def seconds_left() -> float:
     return signal.getitimer(signal.ITIMER_REAL)[0] or DEFAULT_SECONDS
 
 
-def check_answer(returned: Any, count: int) -> Scores:
+def to_scores(returned: Any, count: int) -> Scores:
     """Converts the value that a function returned to scores.
 
     Integers and Booleans are numbers too. Values are not checked: NaN and infinities pass, and a

@@ -58,7 +58,7 @@ def imagereward(
     preprocess = Preprocessing(config.image_size, "bicubic", eight_bit=True, fit="crop")
     return NetworkReward(
         networks={"blip": network},
-        prepare=partial(tokenize, tokenizer, length=config.tokens),
+        prepare=partial(tokenize, tokenizer, length=config.prompt_tokens),
         score=partial(score_in_parts, partial(image_reward_scores, network, preprocess)),
     )
 

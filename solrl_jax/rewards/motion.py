@@ -20,8 +20,8 @@ def motion(paths: Mapping[str, str]) -> Reward:
     (`data.motion.verifier.verify`). "moves" is 1 if there is an object in every frame and the
     largest one moves as the caption says, whatever it is, and else 0. "strict" is 1 if, besides,
     every frame shows exactly the object of the caption, and else 0. The check of the reward accepts
-    the captions that `data.motion.scenes.parse` accepts, such as "a red circle moves left to
-    right".
+    the captions that `data.motion.scenes.parse_caption` accepts, such as "a red circle moves left
+    to right".
 
     Args:
         paths: Not read, because the verifier has no files.
@@ -29,7 +29,9 @@ def motion(paths: Mapping[str, str]) -> Reward:
     Returns:
         A reward without parameters, with the scores "reward", "moves" and "strict".
     """
-    return Reward(None, prepare, score, others=("moves", "strict"), check=scenes.parse, clips=True)
+    return Reward(
+        None, prepare, score, others=("moves", "strict"), check=scenes.parse_caption, clips=True
+    )
 
 
 def prepare(prompts: Sequence[str]) -> verifier.ClipTargets:

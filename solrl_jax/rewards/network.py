@@ -66,7 +66,7 @@ class NetworkReward(Reward):
             ValueError: If a file cannot be read, or has other tensors or shapes than the network.
                 The message lists all such tensors.
         """
-        place = None if mesh is None else sharding.placement(mesh)
+        place = None if mesh is None else sharding.parameter_placement(mesh)
 
         params = {}
         for name, network in self.networks.items():
@@ -124,7 +124,7 @@ def score_in_parts(
         params: The parameters of the networks, by name, passed on to `score`.
         images: Images [b, H, W, 3] in [0, 1]. The number b is a multiple of the devices of
             the current mesh (`jax.set_mesh`), whose axes `sequence` and `tensor` have size 1
-            (`parallel.sharding.rows_only`). Without a mesh there is one device.
+            (`parallel.sharding.row_mesh`). Without a mesh there is one device.
         prepared: A pytree of arrays with one row per image: the prepared prompt of each.
 
     Returns:

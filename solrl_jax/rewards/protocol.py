@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from solrl_jax.config.values import brief_repr
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.errors import InputError, in_words, text
+from solrl_jax.errors import InputError, text, type_and_message
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rewards.frames import mean_over_frames, repeat_rows, sample_frames
 
@@ -159,7 +159,7 @@ class HostRewards:
         rewards = tuple(reward for reward in self.rewards if reward.clips == clips)
         return dataclasses.replace(self, rewards=rewards) if rewards else None
 
-    def select_marking(self) -> "HostRewards | None":
+    def select_strict(self) -> "HostRewards | None":
         """Returns the rewards whose `others` name a score "strict", which marks an image as right
         or wrong, or None if there are none. They have no weights, because nothing is added up; all
         other fields are kept.
@@ -514,7 +514,7 @@ def reward_code(name: str, template: str = "{}") -> Iterator[None]:
         except BaseException as error:  # also SystemExit, and a panic in Rust
             prefix = f"reward '{name}': "
             message = " ".join(text(error).split()) if isinstance(error, ValueError) else ""
-            message = message.removeprefix(prefix) or in_words(error)
+            message = message.removeprefix(prefix) or type_and_message(error)
             raise InputError(prefix + template.format(message)) from error
 
 

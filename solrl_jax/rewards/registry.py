@@ -24,7 +24,7 @@ from solrl_jax.config.overrides import ENTRY_POINTS
 from solrl_jax.config.sizes import describe_size
 from solrl_jax.config.values import Size, brief_repr
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.errors import InputError, first_line, in_one_line
+from solrl_jax.errors import InputError, as_input_error, first_line
 from solrl_jax.rewards.aesthetic import aesthetic
 from solrl_jax.rewards.clip import clipscore, hpsv2, pickscore, tiny_clip
 from solrl_jax.rewards.host import import_object
@@ -155,7 +155,7 @@ class OpenedRewards:
 
         Args:
             mesh: The mesh for the parameters, on which images will be scored: that of the run
-                without sequence and tensor parallelism (`sharding.rows_only`). None: networks are
+                without sequence and tensor parallelism (`sharding.row_mesh`). None: networks are
                 loaded on JAX's default device, and the arrays of other rewards stay where they are.
 
         Returns:
@@ -354,7 +354,7 @@ def open_rewards(
     for name in names:
         entry = REWARDS.get(name)
         if isinstance(entry, JaxEntry):
-            with in_one_line():  # a configuration or a tensor that does not fit
+            with as_input_error():  # a configuration or a tensor that does not fit
                 rewards[name] = entry.open(settings.paths)
     if settings.frames > 1:
         for name, reward in rewards.items():
@@ -479,7 +479,7 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
         InputError: If the address has no host, has white space or an impossible port, or if there
             is another option or another value of "batch". The scheme is not checked.
     """
-    with in_one_line(lambda message: f"reward {url!r}: {message}"):
+    with as_input_error(lambda message: f"reward {url!r}: {message}"):
         address = urllib.parse.urlsplit(url)
         if not address.hostname or address.port == 0 or url.split() != [url]:
             raise ValueError("expected http://HOST:PORT/PATH")

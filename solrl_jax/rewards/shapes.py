@@ -16,7 +16,7 @@ def shapes(paths: Mapping[str, str]) -> Reward:
     "reward" is partial credit in [0, 1] for the objects, their colors, shapes and relation, and the
     absence of other objects (`data.shapes.verifier.verify`). "strict" is 1 if the image shows
     exactly the objects that its caption asks for, and else 0. The check of the reward accepts the
-    captions that `data.shapes.scenes.parse` accepts, such as "two small red circles".
+    captions that `data.shapes.scenes.parse_caption` accepts, such as "two small red circles".
 
     Args:
         paths: Not read, because the verifier has no files.
@@ -24,7 +24,7 @@ def shapes(paths: Mapping[str, str]) -> Reward:
     Returns:
         A reward without parameters, with the scores "reward" and "strict".
     """
-    return Reward(None, prepare, score, others=("strict",), check=scenes.parse)
+    return Reward(None, prepare, score, others=("strict",), check=scenes.parse_caption)
 
 
 def prepare(prompts: Sequence[str]) -> verifier.Targets:

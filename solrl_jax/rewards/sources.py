@@ -13,7 +13,7 @@ CLIP = ("config.json", "model.safetensors")
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
 # Stands in for `reward.paths` in plans: the configurations that the package carries, which have no
 # weights. It is recognized by its identity.
-CARRIED: dict[str, str] = {}
+PACKAGED_CONFIGS: dict[str, str] = {}
 # The folder of converted files, relative to the working directory.
 FOLDER = "weights"
 
@@ -103,10 +103,10 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
     """
     source = SOURCES[name]
     if isinstance(source, Converted):
-        if paths is CARRIED:
+        if paths is PACKAGED_CONFIGS:
             return hub.CARRIED / source.file
         return _find_converted(name, source, paths)
-    if paths is CARRIED:
+    if paths is PACKAGED_CONFIGS:
         return hub.CARRIED / source.name
     return _find_in_hub(name, source, paths)
 

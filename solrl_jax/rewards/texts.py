@@ -10,7 +10,7 @@ from typing import Any
 import ftfy
 import numpy as np
 
-from solrl_jax.errors import in_one_line
+from solrl_jax.errors import as_input_error
 from solrl_jax.models.text_encoders.tokenizers import load_tokenizer
 
 # The special tokens that OpenCLIP reads in a prompt. It spells out CLIP's own names for them,
@@ -33,7 +33,7 @@ def open_tokenizer(folder: Path) -> Any:
             load the tokenizer.
     """
     prefix = f"{folder}: "
-    with in_one_line(lambda message: prefix + message.removeprefix(prefix)):
+    with as_input_error(lambda message: prefix + message.removeprefix(prefix)):
         return load_tokenizer(folder)
 
 

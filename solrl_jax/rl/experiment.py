@@ -17,7 +17,7 @@ from solrl_jax.config.values import ConfigError, Size
 from solrl_jax.data.prompts import Prompt, load_instruction, load_prompts
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import prompt_seeds, run_key
-from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.errors import InputError, as_input_error
 from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
 from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.locate import mhla_override, open_model
@@ -414,7 +414,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     instruction = read_instruction(config)
     mesh = open_mesh(config)
     hosts.connect(mesh)
-    rewards = opened_rewards.load(sharding.rows_only(mesh))
+    rewards = opened_rewards.load(sharding.row_mesh(mesh))
     pipeline = open_for_training(
         config, mesh, device_memory(), partial(open_model, model.path, mhla=mhla_override(model))
     )
@@ -572,7 +572,7 @@ def _check_scoring(
         latents = jax.ShapeDtypeStruct((2, *pipeline.latent_shape(*size)), np.float32)
         inputs = part.select_inputs(images, latents)
         head = f"{describe_size(size)} pixels (model, rollout.size or eval.size): {{}}"
-        with in_one_line(head.format):
+        with as_input_error(head.format):
             jax.eval_shape(
                 partial(score_samples, part), part.params, inputs, prepared, np.arange(2)
             )
@@ -642,7 +642,7 @@ def select_parameters(
         )
     shapes = pipeline.transformer.abstract_params(DTYPES[rollout.precision])
     explore_format = resolve_format(rollout.explore.precision, device)
-    with in_one_line():
+    with as_input_error():
         trained_paths = find_trained_paths(pipeline.transformer, config)
         return trained_paths, quantized_paths(shapes, model.quantization, explore_format)
 
@@ -718,7 +718,7 @@ def open_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Me
         InputError: If there are too few devices, `mesh.data` is -1 and some would be left over, or
             `devices` is None and a process of the run has none in the mesh.
     """
-    with in_one_line():
+    with as_input_error():
         mesh = sharding.make_mesh(**dataclasses.asdict(config.mesh), devices=devices)
     if devices is None:
         check_processes(mesh, jax.process_count())

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
 
-from solrl_jax.rl.select import rank
+from solrl_jax.rl.select import rank_candidates
 
 Rewards = Float[np.ndarray, "p n"]
 
@@ -92,7 +92,7 @@ def overlap(
     Raises:
         ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
     """
-    return _mean(_extremes(proxy, within, best), _extremes(true, top, best))
+    return _mean_where(_extremes(proxy, within, best), _extremes(true, top, best))
 
 
 def mean_true_rank(
@@ -118,8 +118,9 @@ def mean_true_rank(
     Raises:
         ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
     """
-    return _mean(
-        np.where(np.isfinite(true), rank(true) + 1, np.nan), _extremes(proxy, within, best)
+    return _mean_where(
+        np.where(np.isfinite(true), rank_candidates(true) + 1, np.nan),
+        _extremes(proxy, within, best),
     )
 
 
@@ -177,12 +178,12 @@ def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n
     Returns:
         True for each marked candidate, in the shape of `rewards`.
     """
-    ranks = rank(rewards)
+    ranks = rank_candidates(rewards)
     finite = np.isfinite(rewards)
     return finite & (ranks < count if best else ranks >= finite.sum(1, keepdims=True) - count)
 
 
-def _mean(
+def _mean_where(
     values: Shaped[np.ndarray, "p n"], where: Bool[np.ndarray, "p n"]
 ) -> Float[np.ndarray, " p"]:
     """Computes the mean of selected values for each prompt.

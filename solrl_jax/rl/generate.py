@@ -252,7 +252,7 @@ def generate(
     reward: Reward | None = None,
     *,
     keep_images: bool = False,
-    marks_only: bool = False,
+    for_display: bool = False,
     progress: Callable[[int], None] = lambda count: None,
 ) -> Samples:
     """Generates one sample per row of `seed_batch` and scores it against its prompt.
@@ -273,8 +273,8 @@ def generate(
         reward: Scores the images or the latents, inside JAX, in worker processes or both. None:
             nothing is scored, and images are decoded only with `keep_images`.
         keep_images: Whether the result has the images too; otherwise its `images` are None.
-        marks_only: Whether the images are only shown. Then, of the rewards outside JAX, only those
-            are asked that mark an image as right or wrong (`HostRewards.select_marking`), rewards
+        for_display: Whether the images are only shown. Then, of the rewards outside JAX, only those
+            are asked that mark an image as right or wrong (`HostRewards.select_strict`), rewards
             inside JAX that compare candidates are not, and "reward" has only what is computed
             inside JAX.
         progress: Called for each chunk, when it has been queued on the devices, with its number of
@@ -296,7 +296,7 @@ def generate(
             no FP8 attention and a segment asks for it.
         IndexError: If `seed_batch` is empty.
     """
-    scoring_mesh = sharding.rows_only(backbone.mesh)
+    scoring_mesh = sharding.row_mesh(backbone.mesh)
     # A chunk is sampled on the mesh and scored on `scoring_mesh`, where the devices of the axes
     # `sequence` and `tensor` hold samples as well. Several sampled chunks can therefore make one
     # scored chunk.
@@ -305,8 +305,8 @@ def generate(
     prepared = hosts.put(prompt_batch.prepared, sharding.replicated(scoring_mesh))
     host = None if reward is None else reward.host
     group = None if reward is None else reward.group
-    if marks_only:
-        host = None if host is None else host.select_marking()
+    if for_display:
+        host = None if host is None else host.select_strict()
         group = None
     chunks: list[_Chunk] = []
     with contextlib.ExitStack() as stack:
@@ -456,7 +456,7 @@ def _sample_parts(
                     sampler.query_steps,
                 )
             )
-    parts_per_chunk = sampler.samples_per_device * sharding.rows_only(mesh).size // samples_per_part
+    parts_per_chunk = sampler.samples_per_device * sharding.row_mesh(mesh).size // samples_per_part
     return parts + parts[:1] * (parts_per_chunk - len(parts))
 
 

@@ -19,7 +19,7 @@ from solrl_jax.config.sizes import (
     largest_training_size,
     training_sizes,
 )
-from solrl_jax.errors import in_one_line
+from solrl_jax.errors import as_input_error
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.checks import check_attention, check_sizes
 from solrl_jax.models.pipeline import Pipeline
@@ -94,7 +94,7 @@ def _check_tokens(config: Config, pipeline: Pipeline, mesh: Mesh) -> None:
     for size in {*training_sizes(config), evaluation_size(config)}:
         latents = jax.ShapeDtypeStruct((1, *pipeline.latent_shape(*size)), dtype)
         head = f"{describe_size(size)} pixels (model, rollout.size or eval.size): {{}}"
-        with in_one_line(head.format), jax.set_mesh(mesh):
+        with as_input_error(head.format), jax.set_mesh(mesh):
             jax.eval_shape(pipeline.velocity, base, latents, conditioning, time, guidance)
 
 
@@ -125,7 +125,7 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     batch_size = min(config.optimizer.per_device_batch_size, most)
     dtype = DTYPES[config.rollout.precision]
     base = pipeline.transformer.abstract_params(dtype)
-    with in_one_line():
+    with as_input_error():
         trained_paths = find_trained_paths(pipeline.transformer, config)
     adapters = abstract_state(base, trained_paths, config.lora, config.optimizer, mesh).adapters
     latents = jax.ShapeDtypeStruct(

@@ -32,7 +32,7 @@ from solrl_jax.rl.means import finite_mean
 from solrl_jax.rl.phase_timer import PhaseTimer
 from solrl_jax.rl.reward_gradient import add_targets
 from solrl_jax.rl.sampler import Sampler
-from solrl_jax.rl.select import best_and_worst, rank, select
+from solrl_jax.rl.select import best_and_worst, rank_candidates, select
 from solrl_jax.rl.state import TrainState
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.rl.update import PolicyBatch, update
@@ -539,7 +539,7 @@ def ledger_columns(
         "precision": setting.precision,
         "steps": setting.steps,
         "proxy_reward": proxy.reshape(-1).astype(np.float32),
-        "rank": rank(selection.ranking_values).reshape(-1).astype(np.int32),
+        "rank": rank_candidates(selection.ranking_values).reshape(-1).astype(np.int32),
         "kept": is_kept.reshape(-1),
         "regenerated_reward": per_kept(rewards) if regenerates else None,
         "advantage": per_kept(advantage),

@@ -30,7 +30,7 @@ from jaxtyping import Array, Float
 
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.config.schema import is_plugin
-from solrl_jax.errors import InputError, in_words
+from solrl_jax.errors import InputError, type_and_message
 
 Latents: TypeAlias = Float[Array, " b *latent"]
 PerSample: TypeAlias = Float[Array, " b"]
@@ -180,7 +180,7 @@ def load_objective(name: str) -> Objective:
         objective = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise InputError(
-            f"algorithm.objective={name!r}: cannot be imported ({in_words(error)})"
+            f"algorithm.objective={name!r}: cannot be imported ({type_and_message(error)})"
         ) from error
     if not callable(objective):
         raise InputError(f"algorithm.objective={name!r}: is not a function")

@@ -67,7 +67,7 @@ def add_targets(
             through.
     """
     config = experiment.config
-    mesh = sharding.rows_only(experiment.backbone.mesh)
+    mesh = sharding.row_mesh(experiment.backbone.mesh)
     make_targets = make_targets_of(load_objective(config.algorithm.objective))
     assert samples.states is not None
     anchors = samples.states[:, 1]
@@ -127,7 +127,7 @@ def reward_gradient(
         decoder: Decodes the latents. It is not used if the reward reads latents alone.
         params: The parameters of the reward: `reward.params`.
         latents: The clean latents, float32. The ambient mesh must have no sequence or tensor
-            parallelism (`sharding.rows_only`), and its number of devices must divide that of the
+            parallelism (`sharding.row_mesh`), and its number of devices must divide that of the
             latents.
         prepared: The pytree that `reward.prepare` returned, one row per prompt.
         index: For each sample, the row of its prompt in `prepared`.

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 Rewards = Float[np.ndarray, "p n"]
 
 
-def rank(rewards: Rewards) -> Int[np.ndarray, "p n"]:
+def rank_candidates(rewards: Rewards) -> Int[np.ndarray, "p n"]:
     """Returns the rank of each candidate within its prompt; 0 is the best.
 
     Args:
@@ -46,7 +46,7 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
         its padding last.
     """
     count = rewards.shape[1]
-    order = np.argsort(rank(rewards), axis=1)  # non-finite rewards come last
+    order = np.argsort(rank_candidates(rewards), axis=1)  # non-finite rewards come last
     num_finite = np.isfinite(rewards).sum(1, keepdims=True)
     best = np.arange(count // 2)[None]
     worst = np.where(best < num_finite // 2, num_finite - 1 - best, best)
@@ -93,7 +93,7 @@ def select(
         )
     finite = np.isfinite(rewards)
     usable = finite.sum(1) >= kept
-    ranks = rank(rewards)
+    ranks = rank_candidates(rewards)
     num_finite = finite.sum(1, keepdims=True)  # non-finite rewards rank from here on
     match mode:
         case "best_worst":
@@ -105,7 +105,7 @@ def select(
         case "random" | "best_random":
             first = finite & (ranks < (kept // 2 if mode == "best_random" else 0))
             draw = np.where(finite, np.random.default_rng(seed).random(rewards.shape), np.inf)
-            chosen = rank(-np.where(first, -1.0, draw)) < kept
+            chosen = rank_candidates(-np.where(first, -1.0, draw)) < kept
         case _:
             raise ValueError(
                 f"rollout.selection={mode!r}: must be one of "

@@ -79,7 +79,7 @@ def begin(
     target = root / f"{iteration:06d}"
     temporary = root / f"{SAVING}{iteration:06d}"
     arrays = named_arrays(state)
-    header = describe(iteration, arrays, meta)
+    header = meta_json(iteration, arrays, meta)
 
     def name_last_checkpoint() -> str:
         return f"; the last checkpoint is {next(iter(list_checkpoints(root)), 'none')}"
@@ -116,7 +116,7 @@ def begin(
     return finish
 
 
-def describe(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> str:
+def meta_json(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str, Any]) -> str:
     """Returns the content of a checkpoint's `meta.json`, as JSON text.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from solrl_jax.config.overrides import text_override
+from solrl_jax.config.overrides import quote_override
 from solrl_jax.config.presets import override, preset_names, resolve
 from solrl_jax.config.schema import Config, is_plugin
 from solrl_jax.config.serialization import from_yaml
@@ -24,7 +24,7 @@ from solrl_jax.rl.state import abstract_state, read_start
 from solrl_jax.rl.trainable.trainable import Trainable, find_trained_paths
 from solrl_jax.runs import checkpoint
 from solrl_jax.storage.files import disk_reason
-from solrl_jax.storage.readers import is_number, read_text
+from solrl_jax.storage.readers import is_short_digits, read_text
 from solrl_jax.storage.stores import RunPath, run_path
 
 # Settings that decide, beside all of `lora`, which parameters a checkpoint holds.
@@ -76,7 +76,7 @@ def read_target(
     is_model = Path(target).is_dir() or target.startswith("embedded:")
     if preset is None or not is_model:
         raise InputError(f"{target!r}: no run directory and no preset (see `solrl presets`)")
-    return resolve(preset, (text_override("model.path", target), *overrides)), None
+    return resolve(preset, (quote_override("model.path", target), *overrides)), None
 
 
 def _without_unused_options(saved: Config, config: Config) -> Config:
@@ -297,7 +297,7 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
         if is_run(target) and checkpoint.newest_usable(root, verify_quickly) is None:
             raise InputError(f"{target}: has no checkpoint yet")
         return None
-    if which != "best" and not is_number(which):
+    if which != "best" and not is_short_digits(which):
         raise InputError(f"{name}: must be best, latest or an iteration")
     if not is_run(target):
         raise InputError(f"{name}: {target} is no run directory; only runs have checkpoints")

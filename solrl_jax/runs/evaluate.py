@@ -184,7 +184,7 @@ class ImageGrid:
 
     prompts: Sequence[str]
     images: Float[np.ndarray, "p m ... 3"]
-    right: np.ndarray | None
+    accepted: np.ndarray | None
 
     @classmethod
     def from_samples(cls, prompts: Sequence[str], samples: Samples) -> "ImageGrid":
@@ -213,9 +213,9 @@ class ImageGrid:
 
         All are None if `right` is None, because there is no verdict.
         """
-        if self.right is None:
+        if self.accepted is None:
             return [None] * (self.images.shape[0] * self.images.shape[1])
-        return self.right.reshape(-1).tolist()
+        return self.accepted.reshape(-1).tolist()
 
 
 def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
@@ -314,7 +314,7 @@ class LargestDifferences:
         prompts = np.argsort(-size.max(1), kind="stable")[:num_prompts]
         return cls(prompts, images[prompts], np.take_along_axis(gains, images, axis=1)[prompts])
 
-    def draw(self, experiment: Experiment, adapters: Trainable) -> ImageGrid:
+    def generate_images(self, experiment: Experiment, adapters: Trainable) -> ImageGrid:
         """Generates the images at the positions in `prompts` and `images` with one of the policies.
 
         They start from the seeds of the evaluation, so they equal the images that were scored if
@@ -420,7 +420,7 @@ def pool_images(
             seed_batch,
             reward,
             keep_images=True,
-            marks_only=True,
+            for_display=True,
         )
         return ImageGrid.from_samples(prompts[:num_prompts], samples)
 
@@ -566,6 +566,6 @@ def _generate(
         SeedBatch.from_seeds(seeds),
         reward,
         keep_images=for_display,
-        marks_only=for_display,
+        for_display=for_display,
         progress=progress,
     )

@@ -39,7 +39,7 @@ from solrl_jax.data.prompts import Prompt, check_text, load_instruction
 from solrl_jax.diffusion.released import read_scheduler
 from solrl_jax.diffusion.schedule import Schedule
 from solrl_jax.diffusion.seeds import normal, prompt_seeds
-from solrl_jax.errors import InputError, RunError, first_line, in_one_line
+from solrl_jax.errors import InputError, RunError, as_input_error, first_line
 from solrl_jax.models.backbone import DTYPES, Backbone, load_backbone
 from solrl_jax.models.loading.weights import parameter_table
 from solrl_jax.models.locate import mhla_override, open_model
@@ -243,7 +243,7 @@ def generate_images(
     if config:
         pipeline = open_model(config.model.path, mhla=mhla_override(config.model))
     else:
-        with in_one_line(lambda message: message.replace("model.path=", "model=", 1)):
+        with as_input_error(lambda message: message.replace("model.path=", "model=", 1)):
             pipeline = open_model(model)
     latents = None
     if request.latents is not None:
@@ -268,13 +268,13 @@ def generate_images(
     quantized: tuple[str, ...] = ()
     if form.quantize is not None:
         rules = config.model.quantization if config else _released_rules(pipeline)
-        with in_one_line():
+        with as_input_error():
             shapes = pipeline.transformer.abstract_params(DTYPES[computed])
             quantized = quantized_paths(shapes, rules, form)
     adapters: Trainable = {}
     scale = 1.0
     if request.lora is not None:
-        with in_one_line(lambda message: f"lora: {message}"):
+        with as_input_error(lambda message: f"lora: {message}"):
             table = parameter_table(pipeline.transformer.state)
             adapters, settings = import_lora(request.lora, table)
         scale = settings.scale
@@ -390,7 +390,7 @@ def _image_size(
                 f"{_format_size(given)}"
             )
         size = given
-    with in_one_line():
+    with as_input_error():
         shape = pipeline.latent_shape(*size)
     if max(size[:2]) > MAX_SIDE:
         raise InputError(
@@ -473,7 +473,7 @@ def build_schedule(
             "guidance_scale is classifier-free"
         )
     tokens = pipeline.image_tokens(*size)
-    with in_one_line():
+    with as_input_error():
         if config:
             rollout = dataclasses.replace(
                 config.rollout, guidance_scale=guidance_scale, true_cfg_scale=true_cfg_scale

@@ -401,7 +401,7 @@ def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
     """
     with contextlib.ExitStack() as stack:
         with disk_errors_as_run_errors(folder):
-            older = len(folder.files())
+            older = len(folder.file_sizes())
             events = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=STAGING)))
         log_here = stack.enter_context(_tensorboard(events, purge_step, older))
 

@@ -177,7 +177,7 @@ def find_license(base: str) -> License | None:
         return LICENSES[base]
     folder = Path(base) if Path(base).is_dir() else None
     if folder is None and hub.is_name(base):
-        folder = hub.cached(base, "README.md")
+        folder = hub.find_cached(base, "README.md")
     metadata = hub.read_card(folder, "model") if folder is not None else {}
     identifier = metadata.get("license")
     if not isinstance(identifier, str):

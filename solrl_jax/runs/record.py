@@ -27,7 +27,7 @@ from solrl_jax.storage.stores import RunPath
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "transformers")
 
 
-def describe(
+def write_and_print(
     experiment: Experiment, folder: RunPath, done: int, progress: TerminalProgress
 ) -> dict[str, Any]:
     """Writes `run.json` and prints the model, the devices, the precision and the batch of a run.
@@ -72,7 +72,9 @@ def write(folder: RunPath, facts: Mapping[str, Any]) -> None:
     Raises:
         RunError: In all processes, if the disk refuses.
     """
-    hosts.on_first(lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n"))
+    hosts.run_on_first(
+        lambda: atomic_write(folder / "run.json", json.dumps(facts, indent=2) + "\n")
+    )
 
 
 def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def draw_pools(
                 )
     path = folder / "pictures" / f"pool-{iteration:06d}.png"
     frames_per_second = experiment.backbone.pipeline.frames_per_second
-    hosts.on_first(
+    hosts.run_on_first(
         lambda: image_files.save_grid(
             path, np.stack(images), columns, captions, facts, frames_per_second=frames_per_second
         )

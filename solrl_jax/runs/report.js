@@ -377,7 +377,7 @@ function devicePlan() {
   section("plan", "Device plan", `${plan.preset} on ${plan.hosts} × ${plan.devices} ${plan.device}, compiled, not run: exploration ` +
     `in ${plan.exploration}. An iteration takes ${number(seconds)} s at the public peaks, no less.${than} ` +
     (plan.fits ? "It fits into memory." : "It does not fit into memory."),
-    table("Phases of the plan", ["Phase", "Seconds", "products", "attention", "memory", "links", "Peak memory, of what is usable"],
+    table("Phases of the plan", ["Phase", "Seconds", "matmuls", "attention", "memory", "links", "Peak memory, of what is usable"],
       phases.map(row)));
 }
 

@@ -336,7 +336,7 @@ def _read_plan(path: Path) -> dict[str, Any]:
                     _to_float(program["calls"]) * _to_float(program["roofline"]["split"][kind])
                     for program in phase["programs"]
                 )
-                for kind in ("products", "attention", "memory", "links")
+                for kind in ("matmuls", "attention", "memory", "links")
             ]
             numbers = (phase["seconds"], *seconds, phase["peak"])
             phases.append([str(phase["name"]), *map(_to_float, numbers)])

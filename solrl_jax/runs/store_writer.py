@@ -22,7 +22,7 @@ from solrl_jax.errors import RunError
 from solrl_jax.parallel import consensus
 from solrl_jax.runs.checkpoint import ARRAYS, META, REPLACED, iteration_of, list_checkpoints
 from solrl_jax.runs.checkpoint_writer import (
-    describe,
+    meta_json,
     named_arrays,
     prune,
     start_writing_or_fail_later,
@@ -73,7 +73,7 @@ def begin(
     target = root / f"{iteration:06d}"
     replaced = root / (target.name + REPLACED)
     arrays = named_arrays(state)
-    header = describe(iteration, arrays, meta)
+    header = meta_json(iteration, arrays, meta)
 
     def name_last_checkpoint() -> str:
         with contextlib.suppress(RunError):

@@ -124,7 +124,7 @@ class _Run:
             RunError: In all processes, if the disk refuses. An error of Weights & Biases passes as
                 it is in the first one, and is a RunError in the others.
         """
-        hosts.on_first(lambda: self.metrics.log(self.done, row))
+        hosts.run_on_first(lambda: self.metrics.log(self.done, row))
 
     def refresh_report(self, *, last: bool = False) -> None:
         """Rewrites the HTML report in the first process, if there is one and it is not too soon.
@@ -209,18 +209,18 @@ def run(
         for note in notes:
             progress.line(note)
         # Refuse whatever would lose data before any model is loaded.
-        hosts.on_first(
+        hosts.run_on_first(
             lambda: profiling.check_traced_iterations(profile, folder, config.train.iterations)
         )
-        hosts.on_first(
+        hosts.run_on_first(
             lambda: stack.enter_context(files.exclusive_lock(files.writable_directory(folder)))
         )
         if isinstance(folder, StorePath):
             # Every process uploads its part of a checkpoint.
-            hosts.on_every(lambda: files.writable_directory(folder))
-        hosts.on_first(lambda: refuse_another_run(folder, config))
+            hosts.run_on_every(lambda: files.writable_directory(folder))
+        hosts.run_on_first(lambda: refuse_another_run(folder, config))
         if html_report:
-            hosts.on_first(lambda: _refuse_foreign_report(folder / NAME, force))
+            hosts.run_on_first(lambda: _refuse_foreign_report(folder / NAME, force))
 
         # Load the models and the state to continue from.
         experiment = build(config, force=force)
@@ -233,21 +233,21 @@ def run(
         state, done = _restore(experiment, input_hashes, folder, progress, force)
 
         # All input has been accepted, so the directory may be written to from here on.
-        hosts.on_first(lambda: write_config(folder, config))
-        facts = record.describe(experiment, folder, done, progress)
+        hosts.run_on_first(lambda: write_config(folder, config))
+        facts = record.write_and_print(experiment, folder, done, progress)
         metrics = Metrics(
             folder,
             tensorboard=config.run.tensorboard,
             wandb=config.run.wandb,
             resume_after=done if done else -1,
         )
-        hosts.on_first(lambda: stack.enter_context(metrics))
+        hosts.run_on_first(lambda: stack.enter_context(metrics))
         _report_lost_rows(metrics, done, progress)
         saver = Saver(
             folder / "checkpoints", keep=config.run.keep_checkpoints, best=config.run.keep_best
         )
         stack.enter_context(saver)
-        hosts.on_first(lambda: ledger.discard_after(folder / "ledger", done))
+        hosts.run_on_first(lambda: ledger.discard_after(folder / "ledger", done))
 
         this = _Run(
             experiment=experiment,
@@ -431,12 +431,12 @@ def _train(this: _Run) -> None:
                 )
                 reported_no_advantage = True
             try:
-                hosts.on_first(
+                hosts.run_on_first(
                     partial(ledger.write, this.folder / "ledger", this.done, result.ledger)
                 )
                 # Before the evaluation, because a state that is saved after a failed evaluation
                 # must be known to be finite.
-                _refuse_divergence(this, row, failures)
+                _stop_if_diverged(this, row, failures)
                 if _evaluation_is_due(config, this.done):
                     row = row | _evaluate(this)
                 if old_policy is not None:
@@ -626,7 +626,7 @@ def _all_advantages_are_zero(candidates: Mapping[str, Any]) -> bool:
     return not np.any(candidates["advantage"].compressed())
 
 
-def _refuse_divergence(this: _Run, row: Row, failures: int) -> None:
+def _stop_if_diverged(this: _Run, row: Row, failures: int) -> None:
     """Ends a run whose state is not finite, or that has learned nothing too often.
 
     Every process calls this.
@@ -801,7 +801,7 @@ def _save_grid(this: _Run) -> None:
     ]
     path = this.folder / "pictures" / f"iteration-{this.done:06d}.png"
     frames_per_second = this.experiment.backbone.pipeline.frames_per_second
-    hosts.on_first(
+    hosts.run_on_first(
         lambda: image_files.save_grid(
             path, images, columns, captions, facts, frames_per_second=frames_per_second
         )
@@ -915,9 +915,9 @@ def _save_before_after(this: _Run) -> None:
     before = sample_grid(this.experiment, base_parameters_like(this.experiment, this.state.ema))
     after = sample_grid(this.experiment, this.state.ema)
     path = this.folder / "pictures" / "before-after.png"
-    hosts.on_first(
+    hosts.run_on_first(
         lambda: image_files.save_before_after(
-            path, before.images, after.images, before.prompts, before.right, after.right
+            path, before.images, after.images, before.prompts, before.accepted, after.accepted
         )
     )
 

@@ -532,7 +532,7 @@ def stored_damage(directory: StorePath) -> str | None:
     try:
         manifest = parse_json(read_bytes(directory / MANIFEST))
         expected = {name: entry["size"] for name, entry in manifest.items()}
-        sizes = directory.files()
+        sizes = directory.file_sizes()
     except OSError as error:
         return f"{MANIFEST} cannot be read: {disk_reason(error)}"
     except (ValueError, TypeError, KeyError, AttributeError):
@@ -597,7 +597,7 @@ def download_directory(source: StorePath, target: Path) -> list[str]:
     Raises:
         OSError: If the store or the disk refuses.
     """
-    names = list(source.files())
+    names = list(source.file_sizes())
     for name in names:
         (source / name).download(target / name)
     return names

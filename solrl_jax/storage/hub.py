@@ -1,6 +1,6 @@
 """Files from the Hugging Face hub or its local cache, and uploads to the hub.
 
-Errors of the hub's client become errors of one line, except in `cached`.
+Errors of the hub's client become errors of one line, except in `find_cached`.
 
 The package contains the configurations of the released models that presets name (`CARRIED`), which
 `solrl plan` needs. They come without weights and vocabularies, and no model is loaded from them.
@@ -173,7 +173,7 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
     return str(url)
 
 
-def cached(name: str, file: str = "model_index.json") -> Path | None:
+def find_cached(name: str, file: str = "model_index.json") -> Path | None:
     """Finds a file of a model repository in the local cache of the hub, without asking the hub.
 
     Only the revision of the branch `main` that was downloaded last is searched.

@@ -235,7 +235,7 @@ def parse_yaml(text: str) -> Any:
     return yaml.load(text, _PlainLoader)
 
 
-def is_number(text: str) -> bool:
+def is_short_digits(text: str) -> bool:
     """Whether a text is a whole number of one to nine digits, without a sign or anything else.
 
     Args:

@@ -159,7 +159,7 @@ class StorePath:
                 if fnmatch.fnmatchcase(path.name, pattern):
                     yield path
 
-    def files(self) -> dict[str, int]:
+    def file_sizes(self) -> dict[str, int]:
         """Lists all objects below this path but those that `mkdir` has written.
 
         Returns:
@@ -274,7 +274,7 @@ class StorePath:
         Raises:
             FileNotFoundError: If there is no such bucket.
         """
-        names = list(self.files())
+        names = list(self.file_sizes())
         if first in names:
             (self / first).unlink()
             names.remove(first)
@@ -295,7 +295,7 @@ class StorePath:
         Raises:
             FileNotFoundError: If there is no such bucket.
         """
-        for name in sorted(self.files(), key=lambda name: name == last):
+        for name in sorted(self.file_sizes(), key=lambda name: name == last):
             with self._requests():
                 _client(self.scheme).cp_file(str((self / name).key), str((target / name).key))
 

@@ -47,8 +47,8 @@ class Course:
         fidelity: How well the cheap (explored) reward ranks the kept candidates of a prompt, for
             each iteration, by the name of the measure. "spearman": its rank correlation with the
             regenerated reward. "best" and "worst": the mean rank by the regenerated reward (1 is
-            the best) of the better and the worse half by the explored one (`true_ranks`). Empty for
-            a run that does not regenerate.
+            the best) of the better and the worse half by the explored one (`mean_true_ranks`).
+            Empty for a run that does not regenerate.
         watched: The names in `scores` of those that the configuration names in `reward.eval_only`,
             which are not trained on.
         trained: The held-out scores that the run trains on, at each evaluation by name, NaN where
@@ -139,9 +139,9 @@ def read_course(run: Run, prices: Prices) -> Course:
         continued = rows.get(iteration, {}).get("continued_steps")
         if continued is not None:  # runs of older versions did not record it
             continued = int(continued)
-        costs.append(costs[-1] + prices.of_iteration(config, precision, steps, continued))
+        costs.append(costs[-1] + prices.iteration_seconds(config, precision, steps, continued))
         network_evaluations += count_network_evaluations(config, precision, steps, continued)
-        ranks.append(true_ranks(table, config.rollout.candidates, config.rollout.kept))
+        ranks.append(mean_true_ranks(table, config.rollout.candidates, config.rollout.kept))
     fidelity = {}
     if config.rollout.regenerate:
         spearman = [rows.get(i, {}).get("fidelity/spearman") for i in range(1, last + 1)]
@@ -184,7 +184,7 @@ def _score_names(row: Mapping[str, Any], trained: Collection[str]) -> list[str]:
     return ["reward", *(name for name in names if name not in repeated | {"reward"})]
 
 
-def true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
+def mean_true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, float]:
     """Returns how the better and the worse half of the kept candidates by proxy reward truly rank.
 
     The proxy reward is that of the cheaply explored image, the true reward that of the regenerated

@@ -20,7 +20,7 @@ from solrl_jax.rl.explore.continuation import continued_steps
 from solrl_jax.rl.reward_gradient import try_targets
 from solrl_jax.storage.readers import parse_json, read_text
 
-CARRIED = Path(__file__).parents[1] / "assets" / "prices.json"
+PRICES_FILE = Path(__file__).parents[1] / "assets" / "prices.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Prices:
     synced: float
     differentiated: float | None = None
 
-    def of_iteration(
+    def iteration_seconds(
         self, config: Config, precision: str, steps: int, continued: int | None = None
     ) -> float:
         """Returns the price of one iteration in seconds: the sum of its counted work.
@@ -215,7 +215,7 @@ def packaged_prices() -> dict[str, Prices]:
     Returns:
         The `Prices` by their names, MODEL-DEVICE, e.g. "flux1-b200".
     """
-    return {row["name"]: Prices(**row) for row in json.loads(CARRIED.read_text())}
+    return {row["name"]: Prices(**row) for row in json.loads(PRICES_FILE.read_text())}
 
 
 def find_prices(name: str) -> Prices:

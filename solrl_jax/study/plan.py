@@ -11,7 +11,7 @@ import pydantic
 import yaml
 from pydantic import Field
 
-from solrl_jax.config.overrides import text_override
+from solrl_jax.config.overrides import quote_override
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.config.validation import describe_error, field_names
@@ -216,7 +216,7 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
                 *overrides_of_arm,
                 *final_overrides,
                 f"seed={seed}",
-                text_override("run.dir", str(out / f"{arm}-{seed}")),
+                quote_override("run.dir", str(out / f"{arm}-{seed}")),
             )
             try:
                 runs.append(Run(arm, resolve(plan.preset, arguments), (plan.preset, *arguments)))

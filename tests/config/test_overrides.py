@@ -5,7 +5,7 @@ from inspect import unwrap
 
 import pytest
 
-from solrl_jax.config.overrides import text_override
+from solrl_jax.config.overrides import quote_override
 from solrl_jax.config.presets import override, resolve
 from solrl_jax.config.serialization import from_yaml, to_yaml
 from solrl_jax.config.values import ConfigError
@@ -35,7 +35,7 @@ def test_later_overrides_win_and_values_are_yaml():
 @pytest.mark.parametrize("text", ["a #b", "a\\nb", "/x y/'z'", "- ?", "&a b"])
 def test_text_without_quotes_is_taken_as_it_is(text):
     assert resolve("tiny", [f"run.dir=x{text}"]).run.dir == f"x{text}"
-    assert resolve("tiny", [text_override("run.dir", text)]).run.dir == text
+    assert resolve("tiny", [quote_override("run.dir", text)]).run.dir == text
     quoted = text.replace("'", "''")
     assert resolve("tiny", [f"run.dir='{quoted}' # a comment"]).run.dir == text
 

@@ -14,7 +14,7 @@ SCENES = [scenes.Scene("red", "circle", motion) for motion in scenes.MOTIONS]
 
 def drawn(captions: list[str], seed: int = 0) -> np.ndarray:
     """One clip of each caption, float32 in [0, 1]."""
-    described = [scenes.parse(caption) for caption in captions]
+    described = [scenes.parse_caption(caption) for caption in captions]
     return clips.render(described, np.random.default_rng(seed)) / np.float32(255)
 
 
@@ -24,9 +24,9 @@ def judged(images: np.ndarray, captions: list[str]) -> verifier.ClipVerdict:
 
 
 def test_a_caption_is_parsed():
-    scene = scenes.parse("  One RED circle  moves left to right ")
+    scene = scenes.parse_caption("  One RED circle  moves left to right ")
     assert scene == scenes.Scene("red", "circle", "moves left to right")
-    assert scenes.parse(scene.caption) == scene
+    assert scenes.parse_caption(scene.caption) == scene
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_a_caption_is_parsed():
 )
 def test_other_captions_are_refused(text):
     with pytest.raises(ValueError, match="cannot parse the caption"):
-        scenes.parse(text)
+        scenes.parse_caption(text)
 
 
 @pytest.mark.slow
@@ -161,7 +161,7 @@ def test_a_held_out_caption_has_known_pairs_of_words():
 def test_training_clips_are_of_no_held_out_caption():
     images, captions = clips.make_clips(144, seed=0)
     assert images.shape == (144, scenes.FRAMES, 32, 32, 3)
-    assert not any(clips.held_out(scenes.parse(caption)) for caption in captions)
+    assert not any(clips.held_out(scenes.parse_caption(caption)) for caption in captions)
     assert len(set(captions)) == 72
     again, _ = clips.make_clips(144, seed=0)
     np.testing.assert_array_equal(images, again)

@@ -59,10 +59,10 @@ def coverage(image, color):
 @given(any_scene())
 def test_parse_is_the_inverse_of_caption(scene):
     text = drawing.caption(scene)
-    assert scenes.parse(text) == scene
+    assert scenes.parse_caption(text) == scene
     assert set(text.split()) <= set(drawing.VOCABULARY)
     spaced = "  " + text.upper().replace(" ", " \t ") + "\n"
-    assert scenes.parse(spaced) == scene
+    assert scenes.parse_caption(spaced) == scene
 
 
 def test_captions_read_as_written():
@@ -76,7 +76,7 @@ def test_captions_read_as_written():
         drawing.caption(Scene((Group(1, "large", "yellow", "circle"),), None))
         == "a large yellow circle"
     )
-    assert scenes.parse("one red circle left of one cyan square") == scenes.parse(
+    assert scenes.parse_caption("one red circle left of one cyan square") == scenes.parse_caption(
         "a red circle left of a cyan square"
     )
 
@@ -105,7 +105,7 @@ def test_captions_read_as_written():
 )
 def test_parse_refuses_and_says_why(text):
     with pytest.raises(ValueError, match="cannot parse the caption") as error:
-        scenes.parse(text)
+        scenes.parse_caption(text)
     assert repr(text) in str(error.value)
     assert scenes.GRAMMAR in str(error.value)
 
@@ -251,7 +251,7 @@ def test_triangles_point_up():
 
 
 def test_rendering_follows_the_generator():
-    scene = scenes.parse("two red circles above a blue square")
+    scene = scenes.parse_caption("two red circles above a blue square")
     once, again, other = (drawing.render(scene, np.random.default_rng(seed)) for seed in (3, 3, 4))
     assert once.dtype == np.uint8
     np.testing.assert_array_equal(once, again)
@@ -260,6 +260,6 @@ def test_rendering_follows_the_generator():
 
 def test_an_open_size_is_drawn_both_ways():
     rng = np.random.default_rng(0)
-    scene = scenes.parse("a green square")
+    scene = scenes.parse_caption("a green square")
     areas = np.asarray([coverage(drawing.render(scene, rng), "green").sum() for _ in range(200)])
     assert 60 < (areas > 72).sum() < 140  # 100 expected, standard deviation 7

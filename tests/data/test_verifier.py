@@ -159,7 +159,7 @@ def _changed(scene, attribute, rng):
 
 @pytest.mark.slow
 def test_an_extra_object_fails_and_costs():
-    scene = scenes.parse("a red circle above a blue square")
+    scene = scenes.parse_caption("a red circle above a blue square")
     alone = scenes.Scene(scene.groups[:1], None)
     rng = np.random.default_rng(0)
     images = render([scene, alone] * (FEW // 2), rng)

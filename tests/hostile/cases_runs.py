@@ -103,7 +103,7 @@ NUMBERS = {
     + '{"iteration": 1, "pool/reward": 1e308}\n{"iteration": 2, "pool/reward": -1e308}\n',
 }
 PLAN = """{"phases": [{"name": "a", "seconds": 1, "peak": 1, "programs": [
-    {"calls": 3000000000, "roofline": {"split": {"products": "x"}}}]}]}"""
+    {"calls": 3000000000, "roofline": {"split": {"matmuls": "x"}}}]}]}"""
 WATCHED = Replaced("eval_only: []", "eval_only: ['http://127.0.0.1:9']")
 DETECTOR = Replaced(
     "    shapes: 1.0\n  paths: {}\n  options: {}",

@@ -201,7 +201,7 @@ def test_what_an_action_returns_is_dropped(result):
         calls.append(True)
         return result
 
-    assert hosts.on_first(act) is None
+    assert hosts.run_on_first(act) is None
     assert calls == [True]
 
 

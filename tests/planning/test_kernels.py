@@ -23,7 +23,7 @@ def test_a_block_scaled_product_is_native_on_blackwell():
     kernel = named("nvfp4-b200", "blockScaledDot")
     assert (kernel.name, kernel.kind, kernel.unit) == (
         "__cudnn$blockScaledDot f4e2m1fn",
-        "products",
+        "matmuls",
         "fp4",
     )
     assert kernel.operations == 2 * 128 * 128 * 256
@@ -57,7 +57,7 @@ def test_a_product_of_int8_is_counted_at_its_own_rate(name, product, moved):
     """cuBLAS writes sums of four bytes. The compiler of TPUs scales them in the fusion of the
     product, whose activations are in the TPU's own memory.
     """
-    (kernel,) = [kernel for kernel in read(name) if kernel.kind == "products"]
+    (kernel,) = [kernel for kernel in read(name) if kernel.kind == "matmuls"]
     assert (kernel.name, kernel.unit, kernel.times) == (product, "int8", 1)
     assert (kernel.operations, kernel.moved) == (2 * 512 * 256 * 256, moved)
 
@@ -88,7 +88,7 @@ def test_convolutions_count_what_they_read_of_the_input():
     """cuDNN is given a padded input: 9 taps for each of 16 x 16 outputs, forwards and for the
     gradient.
     """
-    products = [kernel for kernel in read("convolve-h200") if kernel.kind == "products"]
+    products = [kernel for kernel in read("convolve-h200") if kernel.kind == "matmuls"]
     assert [kernel.name for kernel in products] == [
         "__cudnn$convForward bf16",
         "__cudnn$convBackwardInput bf16",
@@ -120,7 +120,7 @@ ENTRY %main (x: f32[1,5,1], k: f32[3,1,1]) -> f32[1,5,1] {{
 
 def test_a_tpus_batched_product_is_no_larger_for_being_a_convolution():
     kernel = named("batched-tpu-v6e", "fusion")
-    assert (kernel.kind, kernel.unit, kernel.times) == ("products", "bf16", 4)
+    assert (kernel.kind, kernel.unit, kernel.times) == ("matmuls", "bf16", 4)
     assert kernel.operations == 2 * 8 * 256 * 128 * 128
     assert (
         kernel.moved == 2 * 8 * 128 * 128
@@ -144,7 +144,7 @@ ENTRY %main (q: bf16[2,8,64,32], k: bf16[2,8,16,32]) -> bf16[2,8,64,32] {
     (kernel,) = kernels(hlo.parse(stated))
     assert (kernel.name, kernel.kind, kernel.operations) == (
         "tpu_custom_call bf16",
-        "products",
+        "matmuls",
         1234,
     )
 
@@ -214,7 +214,7 @@ def test_a_library_fused_with_slices_is_that_library():
     layer, product = kernels(hlo.parse(FUSED))
     assert (product.name, product.kind, product.result) == (
         "__cublas$lt$matmul bf16",
-        "products",
+        "matmuls",
         "bf16[128,32]",
     )
     assert product.operations == 2 * 128 * 32 * 64

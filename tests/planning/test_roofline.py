@@ -18,7 +18,7 @@ def test_a_kernel_takes_the_longer_of_operations_and_memory():
     the first as it is.
     """
     estimate = roofline(text("fp8-h200"), H200)
-    (kernel,) = [kernel for kernel in estimate.kernels if kernel.kind == "products"]
+    (kernel,) = [kernel for kernel in estimate.kernels if kernel.kind == "matmuls"]
     computing = 3 * 2 * 128 * 256 * 256 / 1979e12
     moving = 3 * kernel.moved / 4.8e12
     assert computing < moving
@@ -54,7 +54,7 @@ def linked(estimate: Roofline, link: float) -> Roofline:
 
 def test_messages_that_overlap_cost_what_computing_does_not_hide():
     """Those that kernels wait for cost all of their time."""
-    estimate = roofline(text("train-h200"), H200, on_host=8)
+    estimate = roofline(text("train-h200"), H200, devices_per_host=8)
     computing = sum(map(estimate.kernel_seconds, estimate.kernels))
     bytes_waited_for = 5 * (
         2 * 512 * 512 / 4 / 2 + 2 * 8 * 512 * 3 / 4
@@ -72,13 +72,15 @@ def test_messages_that_overlap_cost_what_computing_does_not_hide():
 
 def test_what_crosses_hosts_takes_the_network():
     """Four devices a host: pairs are on two hosts, rings of four within one."""
-    across = roofline(text("train-h200"), H200, on_host=4, hosts=2)
+    across = roofline(text("train-h200"), H200, devices_per_host=4, hosts=2)
     waiting = sum(across.link_seconds(c) for c in across.collectives if not c.overlaps)
     assert math.isclose(waiting, 5 * (2 * 512 * 512 / 4 / 2 / 50e9 + 2 * 8 * 512 * 3 / 4 / 450e9))
 
 
 def test_the_summary_is_json_and_names_the_largest_kernels():
-    summary = json.loads(json.dumps(roofline(text("train-h200"), H200, on_host=8).summary()))
+    summary = json.loads(
+        json.dumps(roofline(text("train-h200"), H200, devices_per_host=8).summary())
+    )
     assert summary["native"] == {"__cublas$lt$matmul bf16": 15}
     assert summary["operations"] == {"bf16": 15 * 2 * 8 * 128 * 512}
     assert summary["kernels"] == 7 + 5 * 16

@@ -62,7 +62,7 @@ def test_a_tpu_convolves_in_groups_to_the_same_result(monkeypatch):
 
 def test_int8_before_it_multiplies_images_on_a_tpu(monkeypatch):
     """Sums of INT8 products are exact, so that the result is the same to the bit."""
-    monkeypatch.setattr(lazy, "tpu_kernel_takes", lambda *_: False)  # the kernel needs a TPU
+    monkeypatch.setattr(lazy, "fits_tpu_kernel", lambda *_: False)  # the kernel needs a TPU
     x = normal(2, math.prod(GRID), 32, dtype=jnp.bfloat16)
     weight = int8.quantize(normal(32, CHANNELS, seed=1))
 

@@ -21,10 +21,10 @@ from solrl_jax.quant.lazy import (
     LazyActivation,
     LazyPart,
     cast_saturating,
+    fits_tpu_kernel,
     materialize_heads,
     reference,
     tpu_kernel,
-    tpu_kernel_takes,
     triton_kernel,
 )
 from solrl_jax.quant.matmul import lazy_matmul, matmul
@@ -216,7 +216,7 @@ def test_on_tpus_one_kernel_writes_what_the_product_reads():
         both = left.split_columns(width, 128 - width)[0].concat(
             right.split_columns(192 - width, width - 64)[0]
         )
-        assert tpu_kernel_takes(int8.encode, both) == (width == 128)
+        assert fits_tpu_kernel(int8.encode, both) == (width == 128)
         return lazy_matmul(both, w).value
 
     x = jax.ShapeDtypeStruct((B, 256, 128), jnp.bfloat16)

@@ -276,7 +276,7 @@ def one_word_changed(scene, rng):
 def test_right_pictures_of_the_embedded_sets_pass_and_those_of_a_word_changed_do_not():
     entries = lines("train") + lines("test")
     assert len({line["prompt"] for line in entries}) == len(entries) == 282
-    drawn = [scenes.parse(line["prompt"]) for line in entries]
+    drawn = [scenes.parse_caption(line["prompt"]) for line in entries]
     assert [scene_line(scene) for scene in drawn] == entries
     images = rendered(drawn)
     prompts = [line["prompt"] for line in entries]

@@ -181,7 +181,7 @@ def test_processes_that_do_not_start_are_a_failure(monkeypatch):
 
 def test_a_masked_score_is_no_number():
     with pytest.raises(host.ScoringFailure, match="no numbers"):
-        host.check_answer(np.ma.masked_invalid([np.nan, 1]), 2)
+        host.to_scores(np.ma.masked_invalid([np.nan, 1]), 2)
 
 
 HOLDER = """

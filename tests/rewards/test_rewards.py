@@ -31,7 +31,8 @@ PROMPTS = (
 def pictures():
     rng = np.random.default_rng(0)
     return (
-        np.stack([drawing.render(scenes.parse(p), rng) for p in PROMPTS]).astype(np.float32) / 255
+        np.stack([drawing.render(scenes.parse_caption(p), rng) for p in PROMPTS]).astype(np.float32)
+        / 255
     )
 
 

@@ -186,10 +186,10 @@ def test_steps_that_are_continued_from_cost_nothing_a_second_time():
     prompts = config.train.num_prompts
     pool = prompts * config.rollout.candidates
     kept = prompts * config.rollout.kept
-    assert prices.of_iteration(config, "nvfp4", 4) == pool * (3 * 0.5 + 1) + kept * 5
+    assert prices.iteration_seconds(config, "nvfp4", 4) == pool * (3 * 0.5 + 1) + kept * 5
     assert count_network_evaluations(config, "nvfp4", 4) == pool * 4 + kept * 5
-    assert prices.of_iteration(config, "bf16", 4) == pool * 4 + kept * 6
+    assert prices.iteration_seconds(config, "bf16", 4) == pool * 4 + kept * 6
     assert count_network_evaluations(config, "bf16", 4) == pool * 4 + kept * 6
     # An iteration that recorded a state before that has regenerated all steps.
-    assert prices.of_iteration(config, "nvfp4", 4, 0) == pool * (3 * 0.5 + 1) + kept * 6
+    assert prices.iteration_seconds(config, "nvfp4", 4, 0) == pool * (3 * 0.5 + 1) + kept * 6
     assert count_network_evaluations(config, "nvfp4", 4, 0) == pool * 4 + kept * 6

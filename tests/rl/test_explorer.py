@@ -252,7 +252,7 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
     )
     lines = []
     monkeypatch.setattr(TerminalProgress, "line", lambda self, text: lines.append(text))
-    record.describe(variant, tmp_path, 0, TerminalProgress())
+    record.write_and_print(variant, tmp_path, 0, TerminalProgress())
     facts = json.loads((tmp_path / "run.json").read_text())
     name = {"auto": "fp8"}.get(precision, precision)
     means = FORMATS[name].describe(H200)
@@ -272,7 +272,7 @@ def test_the_record_says_what_runs_and_how(experiment, precision, tmp_path, monk
         if isinstance(leaf, LEAVES[name])
     )
     lines.clear()
-    record.describe(explored(experiment, H200), tmp_path, 0, TerminalProgress())
+    record.write_and_print(explored(experiment, H200), tmp_path, 0, TerminalProgress())
     assert json.loads((tmp_path / "run.json").read_text())["exploration"]["options"] == []
     assert any(line.endswith(FORMATS["fp8"].describe(H200)) for line in lines)
 

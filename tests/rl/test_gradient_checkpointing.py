@@ -20,7 +20,7 @@ from solrl_jax.rl.experiment import build
 from solrl_jax.rl.gradient_checkpointing import SHARE, open_for_training, saved_residual_bytes
 from solrl_jax.rl.objective import TrainingTarget, Velocities
 from solrl_jax.rl.objectives.nft import nft_loss
-from solrl_jax.rl.trainable.trainable import attach, init_adapters, matching
+from solrl_jax.rl.trainable.trainable import attach, init_adapters, match_kernels
 from tests.small import small_config
 
 TOLERANCE = 1e-5  # of the norm of a gradient; float32
@@ -45,7 +45,7 @@ def gradient(gradient_checkpointing, policy_of=lambda policy: policy):
     fresh = init_adapters(
         jax.random.key(0),
         base,
-        matching(base, CONFIG.lora.target_modules, "lora.target_modules"),
+        match_kernels(base, CONFIG.lora.target_modules, "lora.target_modules"),
         4,
     )
     trained, old = (jax.tree.map(lambda x: draw(*x.shape) / x.shape[-2], fresh) for _ in range(2))

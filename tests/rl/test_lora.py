@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from solrl_jax.quant.matmul import LowRank, matmul
-from solrl_jax.rl.trainable.trainable import attach, flatten, init_adapters, matching, replace
+from solrl_jax.rl.trainable.trainable import attach, flatten, init_adapters, match_kernels, replace
 
 RANK = 4
 SCALE = 2.0
@@ -70,9 +70,12 @@ def test_flatten_names_every_leaf_and_replace_puts_it_back():
 
 def test_matching_is_of_whole_paths_sorted_each_once():
     params = base()
-    assert matching(params, ["blocks/attn/to_[qk]/kernel"], "f") == [K, Q]
-    assert matching(params, [OUT, "blocks/attn/to_q/kernel", ".*/to_q/kernel"], "f") == [Q, OUT]
-    assert matching(params, [], "f") == []
+    assert match_kernels(params, ["blocks/attn/to_[qk]/kernel"], "f") == [K, Q]
+    assert match_kernels(params, [OUT, "blocks/attn/to_q/kernel", ".*/to_q/kernel"], "f") == [
+        Q,
+        OUT,
+    ]
+    assert match_kernels(params, [], "f") == []
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_a_pattern_that_matches_nothing_is_named_with_what_there_is(pattern):
         ValueError,
         match=re.escape(f"lora.target_modules: {pattern!r} matches no parameter; there are "),
     ) as error:
-        matching(base(), [Q, pattern], "lora.target_modules")
+        match_kernels(base(), [Q, pattern], "lora.target_modules")
     assert all(path in str(error.value) for path in (Q, K, OUT))
     assert "bias" not in str(error.value)
 
@@ -101,7 +104,7 @@ def test_a_pattern_that_matches_what_is_no_matrix_is_named_with_it(pattern, path
         "must be the kernel of a linear layer"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        matching(base(), [pattern], "lora.target_modules")
+        match_kernels(base(), [pattern], "lora.target_modules")
 
 
 @pytest.mark.slow

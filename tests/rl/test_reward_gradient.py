@@ -224,7 +224,7 @@ def test_a_sample_has_the_gradient_that_it_has_alone_whatever_the_others_hold():
     prepared = reward.prepare(PROMPTS)
     spoilt = latents.copy()
     spoilt[1] = np.nan
-    with jax.set_mesh(sharding.rows_only(backbone.mesh)):
+    with jax.set_mesh(sharding.row_mesh(backbone.mesh)):
         decoder = gradient_decoder(backbone.decoder)
 
         def gradient(latents, index):
@@ -249,7 +249,7 @@ def test_a_sample_without_a_score_has_no_gradient():
     backbone = toy_backbone()
     latents = np.zeros((2, *SHAPE), np.float32)
     latents[1, 0, 0, 0] = np.nan
-    with jax.set_mesh(sharding.rows_only(backbone.mesh)):
+    with jax.set_mesh(sharding.row_mesh(backbone.mesh)):
         decoder = gradient_decoder(backbone.decoder)
         arguments = (reward, decoder, None, latents, reward.prepare(PROMPTS), np.array([0, 1]))
         rewards, gradient = map(np.asarray, reward_gradient(*arguments))

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from solrl_jax.rl.select import best_and_worst, rank, select
+from solrl_jax.rl.select import best_and_worst, rank_candidates, select
 
 MODES = ("best_worst", "best", "random", "best_random")
 N = 8
@@ -56,10 +56,10 @@ def test_keeping_all_keeps_all(mode):
 
 def test_equal_rewards_are_ordered_by_index():
     rewards = np.zeros((1, 6), np.float32)
-    assert rank(rewards).tolist() == [[0, 1, 2, 3, 4, 5]]
+    assert rank_candidates(rewards).tolist() == [[0, 1, 2, 3, 4, 5]]
     assert select(rewards, 2, "best")[0].tolist() == [[0, 1]]
     assert select(rewards, 2, "best_worst")[0].tolist() == [[0, 5]]
-    assert rank(np.array([[1, 2, 1, 2, np.nan, 1]])).tolist() == [[2, 0, 3, 1, 5, 4]]
+    assert rank_candidates(np.array([[1, 2, 1, 2, np.nan, 1]])).tolist() == [[2, 0, 3, 1, 5, 4]]
 
 
 @pytest.mark.parametrize("mode", ["best_worst", "best"])
@@ -103,7 +103,7 @@ def test_pairs_are_the_ends_of_the_finite_rewards(rewards):
 @unhurried
 @given(TIED)
 def test_ranks_are_a_permutation_with_the_non_finite_last(rewards):
-    places = rank(rewards)
+    places = rank_candidates(rewards)
     assert (np.sort(places, 1) == np.arange(N)).all()
     for row, place in zip(rewards, places, strict=True):
         finite = np.isfinite(row)

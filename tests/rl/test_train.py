@@ -20,7 +20,7 @@ from solrl_jax.rl.generate import SeedBatch, decode_chunk, draw_noise, generate,
 from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.objectives.nft import nft
 from solrl_jax.rl.phase_timer import PhaseTimer
-from solrl_jax.rl.select import rank
+from solrl_jax.rl.select import rank_candidates
 from solrl_jax.rl.trainable.trainable import flatten
 from solrl_jax.rl.update import blend, old_decay, update
 from tests.cases import first_is_quick
@@ -93,7 +93,7 @@ def test_the_ledger_tells_the_whole_iteration(experiment, first):
     proxy = ledger["proxy_reward"].reshape(shape)
     kept = ledger["kept"].reshape(shape)
     places = ledger["rank"].reshape(shape)
-    np.testing.assert_array_equal(places, rank(proxy))
+    np.testing.assert_array_equal(places, rank_candidates(proxy))
     np.testing.assert_array_equal(
         kept, (places < rollout.kept // 2) | (places >= rollout.candidates - rollout.kept // 2)
     )

@@ -86,11 +86,11 @@ def test_an_image_grid_makes_no_requests(toy):
     grid = sample_grid(paid, fresh_state(toy).ema)
     marked = sample_grid(dataclasses.replace(toy, evaluation_reward=judge()), fresh_state(toy).ema)
     np.testing.assert_array_equal(grid.images, marked.images)
-    np.testing.assert_array_equal(grid.right, marked.right)
+    np.testing.assert_array_equal(grid.accepted, marked.accepted)
     alone = dataclasses.replace(outside("alignment"), score=None)
     unmarked = sample_grid(dataclasses.replace(toy, evaluation_reward=alone), fresh_state(toy).ema)
     np.testing.assert_array_equal(unmarked.images, marked.images)
-    assert unmarked.right is None
+    assert unmarked.accepted is None
 
 
 def mark(images, prompts, metadata):
@@ -106,7 +106,7 @@ def test_an_image_grid_has_the_marks_of_a_reward_beside_one_that_is_not_asked(to
     )
     reward = dataclasses.replace(judge(strict=False), host=host)
     grid = sample_grid(dataclasses.replace(toy, evaluation_reward=reward), fresh_state(toy).ema)
-    np.testing.assert_array_equal(grid.right, grid.images.mean((2, 3, 4)) > DARK)
+    np.testing.assert_array_equal(grid.accepted, grid.images.mean((2, 3, 4)) > DARK)
 
 
 def test_an_image_grid_asks_a_reward_outside_jax_that_marks_images(toy):
@@ -179,12 +179,12 @@ def test_the_picture_has_four_of_each_prompt_and_says_which_are_right(toy):
     assert grid.prompts == toy.test_prompts[:2]
     assert grid.images.shape[:2] == (2, 4)
     assert ((grid.images >= 0) & (grid.images <= 1)).all()
-    np.testing.assert_array_equal(grid.right, grid.images.mean((2, 3, 4)) > DARK)
-    assert 0 < grid.right.sum() < 8
+    np.testing.assert_array_equal(grid.accepted, grid.images.mean((2, 3, 4)) > DARK)
+    assert 0 < grid.accepted.sum() < 8
     assert (
         sample_grid(
             dataclasses.replace(toy, evaluation_reward=judge(strict=False)), fresh_state(toy).ema
-        ).right
+        ).accepted
         is None
     )
 
@@ -311,7 +311,7 @@ def test_where_two_policies_differ_most_is_drawn_as_it_was_scored(toy):
         assert pictures.tolist() == np.argsort(-sizes[prompt])[:3].tolist()
         np.testing.assert_array_equal(differences, gains[prompt, pictures])
     for adapters, result in zip(policies, (first, second), strict=True):
-        grid = differing.draw(toy, adapters)
+        grid = differing.generate_images(toy, adapters)
         assert list(grid.prompts) == [toy.test_prompts[i] for i in differing.prompts]
         expected = np.take_along_axis(
             result.scores["mean"][differing.prompts], differing.images, axis=1

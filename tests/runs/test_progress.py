@@ -66,7 +66,7 @@ def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeyp
     monkeypatch.setattr(train.shutil, "which", lambda name: None)
     monkeypatch.setattr(sys, "argv", [".venv/bin/solrl", "train", "tiny"])
     summary = {"run": "runs/demo", "trained_in_full": 0, "before": before, "after": after}
-    gained, *rest = train.closing(summary, html_report=True).splitlines()
+    gained, *rest = train.closing_lines(summary, html_report=True).splitlines()
     assert gained.startswith(
         "gained: held-out reward +0.200 (0.300 ± 0.030 -> 0.500 ± 0.040),"
         " strict success +0.150 (0.100 "
@@ -78,10 +78,10 @@ def test_a_run_ends_with_what_was_gained_the_report_and_what_to_try_next(monkeyp
     ]
     monkeypatch.setattr(train.shutil, "which", lambda name: "/usr/bin/solrl")
     assert (
-        train.closing(summary, html_report=False).splitlines()[1]
+        train.closing_lines(summary, html_report=False).splitlines()[1]
         == "report: solrl report runs/demo"
     )
-    whole = train.closing(summary | {"trained_in_full": 3}, html_report=False)
+    whole = train.closing_lines(summary | {"trained_in_full": 3}, html_report=False)
     assert whole.endswith("; solrl export runs/demo --out DIRECTORY")  # a LoRA file cannot hold it
 
 
@@ -89,11 +89,11 @@ def test_a_gain_within_two_standard_errors_is_not_claimed():
     def row(value):
         return {"eval/reward": value, "eval/reward/standard_error": 0.03}
 
-    assert "chance" not in train.gained(row(0.5), row(0.59))
-    assert "which may be chance" in train.gained(row(0.5), row(0.58))
-    assert "which may be chance" in train.gained(row(0.5), row(0.42))
+    assert "chance" not in train.describe_gain(row(0.5), row(0.59))
+    assert "which may be chance" in train.describe_gain(row(0.5), row(0.58))
+    assert "which may be chance" in train.describe_gain(row(0.5), row(0.42))
     for before in ({}, {"eval/reward": None}):
         assert (
-            train.gained(before, row(0.5))
+            train.describe_gain(before, row(0.5))
             == "unknown, because nothing was evaluated before and after"
         )

@@ -67,12 +67,12 @@ def test_captions_follow_the_curriculum(pretrain):
 
     def simple_scene(row):
         return (
-            len(groups := scenes.parse(captions[row]).groups) == 1
+            len(groups := scenes.parse_caption(captions[row]).groups) == 1
             or sum(g.count for g in groups) == 2
         )
 
     def pair(row):
-        return len(scenes.parse(captions[row]).groups) == 2
+        return len(scenes.parse_caption(captions[row]).groups) == 2
 
     def shares(steps: range) -> list[float]:
         """The shares of scenes that prompt sets may ask for, of pairs among all, of empty prompts,

@@ -149,24 +149,24 @@ def test_prices_multiply_up_to_the_plan():
     assert prices.trained * 48 * 24 * 4 == pytest.approx(seconds["update"])
     config = resolve("flux1_sol_rl_hpsv2")
     whole = plan["seconds"] - seconds["encode"]
-    assert prices.of_iteration(config, "nvfp4", 6) == pytest.approx(whole)
+    assert prices.iteration_seconds(config, "nvfp4", 6) == pytest.approx(whole)
     naive = resolve("flux1_naive_scaling_hpsv2")
-    assert prices.of_iteration(naive, "bf16", 10) == pytest.approx(
+    assert prices.iteration_seconds(naive, "bf16", 10) == pytest.approx(
         plan["naive_scaling"]["seconds"] - seconds["encode"]
     )
     # One sigma, at which the reference predicts nothing, and three gradients.
     opsd = resolve("flux1_sol_rl_pickscore", ["objective=opsd"])
     reference = prices.network["bf16"]
     gradients = 48 * 24 * (3 * 4 * prices.scored - 3 * prices.trained - reference)
-    assert prices.of_iteration(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
+    assert prices.iteration_seconds(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
     draft = resolve("flux1_sol_rl_pickscore", ["objective=draft"])  # one gradient
     gradients = 48 * 24 * (4 * prices.scored - 3 * prices.trained - reference)
-    assert prices.of_iteration(draft, "nvfp4", 6) == pytest.approx(whole + gradients)
+    assert prices.iteration_seconds(draft, "nvfp4", 6) == pytest.approx(whole + gradients)
     for name, skipped in (("dance_grpo", reference), ("flow_grpo", 0.0), ("dpo", 0.0)):
         other = resolve("flux1_sol_rl_hpsv2", [f"objective={name}"])
         terms = 48 * 24 * other.num_train_sigmas
         update = terms * (prices.trained - skipped) - seconds["update"]
-        assert prices.of_iteration(other, "nvfp4", 6) == pytest.approx(whole + update)
+        assert prices.iteration_seconds(other, "nvfp4", 6) == pytest.approx(whole + update)
     phase = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
     update = {"name": "update", "seconds": 48 * 24 * (prices.trained - reference)}
     others = [phase for phase in plan["phases"] if phase["name"] != "update"]
@@ -176,11 +176,11 @@ def test_prices_multiply_up_to_the_plan():
     assert planned.differentiated == pytest.approx(0.5)
     assert planned.trained == pytest.approx(prices.trained)
     gradients = 48 * 24 * (3 * 0.5 - 3 * prices.trained - reference)
-    assert planned.of_iteration(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
+    assert planned.iteration_seconds(opsd, "nvfp4", 6) == pytest.approx(whole + gradients)
     exact = dataclasses.replace(config.rollout.explore, exact_steps=1)
     mixed = dataclasses.replace(config, rollout=dataclasses.replace(config.rollout, explore=exact))
     more = 48 * 96 * (prices.network["bf16"] - prices.network["nvfp4"])
-    assert prices.of_iteration(mixed, "nvfp4", 6) == pytest.approx(whole + more)
+    assert prices.iteration_seconds(mixed, "nvfp4", 6) == pytest.approx(whole + more)
 
 
 def test_a_plan_with_other_numbers_of_samples_and_steps_has_the_same_prices():

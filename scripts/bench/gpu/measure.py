@@ -134,7 +134,7 @@ class Gauge:
         plan = roofline(text, self.target, devices).summary()
         kept = {
             name: plan[name]
-            for name in ("seconds", "split", "products_at_peak", "kernels", "unknown_loops")
+            for name in ("seconds", "split", "operations_at_peak", "kernels", "unknown_loops")
         }
         return figures | {
             "plan": kept | {"largest": plan["largest"][:LARGEST]},

@@ -98,7 +98,7 @@ def reward_gradients(shapes: Experiment) -> list[Program]:
 def _filled(phases: Phases, phase: str) -> list[Program]:
     """Returns the programs of a phase with random arrays as their arguments."""
     return [
-        dataclasses.replace(program, arguments=fill(program.arguments), meanwhile=())
+        dataclasses.replace(program, arguments=fill(program.arguments), other_arrays=())
         for program in phases.programs(phase, {})
     ]
 

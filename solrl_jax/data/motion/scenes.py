@@ -64,7 +64,7 @@ class Scene:
         return f"a {self.color} {self.shape} {self.motion}"
 
 
-def parse(text: str) -> Scene:
+def parse_caption(text: str) -> Scene:
     """Returns the scene that a caption describes.
 
     Args:

@@ -83,7 +83,7 @@ def parse_targets(captions: Sequence[str]) -> ClipTargets:
     Raises:
         ValueError: If a caption does not follow the grammar of `scenes`.
     """
-    parsed = [scenes.parse(caption) for caption in captions]
+    parsed = [scenes.parse_caption(caption) for caption in captions]
     motion = np.array([scenes.MOTIONS.index(scene.motion) for scene in parsed], np.int32)
     objects = verifier.parse_targets([f"a {scene.color} {scene.shape}" for scene in parsed])
     return ClipTargets(objects, jnp.asarray(motion))

@@ -125,7 +125,7 @@ class Scene:
         return (first.color, first.shape) != (second.color, second.shape)
 
 
-def parse(text: str) -> Scene:
+def parse_caption(text: str) -> Scene:
     """Returns the scene that a caption describes.
 
     Args:

@@ -167,9 +167,9 @@ def parse_targets(captions: Sequence[str]) -> Targets:
         groups, and int32 [n] for the relation.
 
     Raises:
-        ValueError: If `scenes.parse` refuses a caption.
+        ValueError: If `scenes.parse_caption` refuses a caption.
     """
-    parsed = [scenes.parse(caption) for caption in captions]
+    parsed = [scenes.parse_caption(caption) for caption in captions]
     shape = (len(parsed), 2)
     count = np.zeros(shape, np.int32)
     color = np.zeros(shape, np.int32)

@@ -389,14 +389,14 @@ class History:
             first latent frame of the clip.
 
     Attributes:
-        begins: whether the chunk is the first latent frame of the clip.
+        is_first_chunk: whether the chunk is the first latent frame of the clip.
         after: for the next chunk: a list with the last two input frames [b, 2, h, w, c] of each
             convolution over time that was applied so far, in the order of application. Where the
             chunk has fewer frames, frames of `before` (for the first chunk: zeros) precede them.
     """
 
     def __init__(self, before: Iterable[Array] | None):
-        self.begins = before is None
+        self.is_first_chunk = before is None
         self.after: list[Array] = []
         self._before = iter(before or ())
 
@@ -414,7 +414,9 @@ class History:
             `t + count` frames. Those before the beginning of a clip are zeros.
         """
         batch, _, *rest = x.shape
-        before = jnp.zeros((batch, count, *rest), x.dtype) if self.begins else next(self._before)
+        before = (
+            jnp.zeros((batch, count, *rest), x.dtype) if self.is_first_chunk else next(self._before)
+        )
         extended = jnp.concatenate([before, x], axis=1)
         self.after.append(extended[:, -count:])
         return extended
@@ -770,7 +772,7 @@ class Upsample(nnx.Module):
         if self.time_conv is not None:
             if history is None and x.shape[1] > 1:
                 x = jnp.concatenate([x[:, :1], self._double_frames(x[:, 1:], None)], axis=1)
-            elif history is not None and history.begins:
+            elif history is not None and history.is_first_chunk:
                 history.skip(x, TIME[0] - 1)
             elif history is not None:
                 x = self._double_frames(x, history)
@@ -836,12 +838,12 @@ class CausalConv(nnx.Module):
         kernel = self.kernel.get_value().astype(x.dtype)
         time, *sides = kernel.shape[:3]
         padding = [(side // 2, side // 2) for side in sides]
-        begins = history is None or history.begins
+        is_first_chunk = history is None or history.is_first_chunk
         if history is not None and time > 1:
             extended = history.extend(x, time - 1)
-            x = x if begins else extended
-        before = time - 1 if begins else 0  # zero frames in front
-        if begins and x.shape[1] == 1:  # the other slices of the kernel would read zeros
+            x = x if is_first_chunk else extended
+        before = time - 1 if is_first_chunk else 0  # zero frames in front
+        if is_first_chunk and x.shape[1] == 1:  # the other slices of the kernel would read zeros
             y = jax.lax.conv_general_dilated(
                 x[:, 0],
                 kernel[-1],

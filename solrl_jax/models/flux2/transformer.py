@@ -193,9 +193,9 @@ class Flux2Transformer2DModel(nnx.Module):
         # rounding error would not average out.
         embedded = self.time_guidance_embed.timestep_embedder(timestep, jnp.float32)
         condition = jax.nn.silu(embedded).astype(dtype)
-        image_vectors = _vectors(self.double_stream_modulation_img.linear, condition, 6)
-        text_vectors = _vectors(self.double_stream_modulation_txt.linear, condition, 6)
-        single_vectors = _vectors(self.single_stream_modulation.linear, condition, 3)
+        image_vectors = _modulation_vectors(self.double_stream_modulation_img.linear, condition, 6)
+        text_vectors = _modulation_vectors(self.double_stream_modulation_txt.linear, condition, 6)
+        single_vectors = _modulation_vectors(self.single_stream_modulation.linear, condition, 3)
         rotation = rotary_table(length, height, width, self.config)
 
         text = self.context_embedder(text.astype(dtype))
@@ -239,7 +239,7 @@ class Flux2Transformer2DModel(nnx.Module):
         return x.reshape(batch, height, width, -1)
 
 
-def _vectors(
+def _modulation_vectors(
     linear: Linear, condition: Float[Array, "b d"], count: int
 ) -> list[Float[Array, "b 1 d"]]:
     """Computes modulation vectors (shifts, scales and gates) from the embedded timestep.

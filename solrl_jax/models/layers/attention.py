@@ -225,7 +225,7 @@ def _run_kernel(
     """
     matrix = _mask_matrix(mask, k)
     has_matrix = mask is not None and mask is matrix
-    if attention_tpu.fits(q, k, matrix, bias):
+    if attention_tpu.flash_attention_fits(q, k, matrix, bias):
         return attention_tpu.flash_attention(q, k, v, matrix, scale)
     if cudnn_fits(q, k, biased=bias is not None or has_matrix):
         return _cudnn_attention(q, k, v, mask, scale, bias, row_values)

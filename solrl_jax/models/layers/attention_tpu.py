@@ -36,7 +36,7 @@ class BlockLimits(NamedTuple):
     backward: int
 
 
-def fits(
+def flash_attention_fits(
     q: Float[Array, "b t n h"],
     k: Float[Array, "b s kv h"],
     mask: Bool[Array, "#b #n #t s"] | None,
@@ -188,7 +188,7 @@ def _kernel(
     limits = _block_limits(q)
     t, s = (block_size(x.shape[2], limits.forward) for x in (q, k))
     forward = {"block_q": t, "block_k_major": s, "block_k": s, "block_b": 1}
-    t, s = (_largest_part(block, limits.backward) for block in (t, s))
+    t, s = (_largest_divisor(block, limits.backward) for block in (t, s))
     dkv = {"block_q_major_dkv": t, "block_q_dkv": t, "block_k_major_dkv": s, "block_k_dkv": s}
     dq = {"block_q_dq": t, "block_k_major_dq": s, "block_k_dq": s}
     query_segments = jnp.zeros((q.shape[0], q.shape[2]), jnp.int32)
@@ -202,7 +202,7 @@ def _kernel(
     )
 
 
-def _largest_part(block: int, limit: int) -> int:
+def _largest_divisor(block: int, limit: int) -> int:
     """Returns the largest multiple of 128 (`TILE`) up to a limit that divides a block. Both are
     multiples of 128 themselves.
     """

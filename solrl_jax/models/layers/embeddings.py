@@ -46,11 +46,11 @@ class PatchProjection(nnx.Module):
             The tokens on the grid of patches, [b, rows, columns, `n_out`], in the dtype of `x`.
         """
         kernel = self.kernel.get_value()
-        y = matmul(patches(x, self.patch), kernel.reshape(-1, kernel.shape[-1]))
+        y = matmul(patchify(x, self.patch), kernel.reshape(-1, kernel.shape[-1]))
         return y if self.bias is None else y + self.bias.get_value().astype(x.dtype)
 
 
-def patches(x: Float[Array, "b h w c"], patch: int) -> Float[Array, "b rows columns f"]:
+def patchify(x: Float[Array, "b h w c"], patch: int) -> Float[Array, "b rows columns f"]:
     """Cuts images into square patches.
 
     Args:
@@ -65,7 +65,7 @@ def patches(x: Float[Array, "b h w c"], patch: int) -> Float[Array, "b rows colu
     return x.reshape(b, h // patch, w // patch, patch**2 * c)
 
 
-def unpatch(
+def unpatchify(
     tokens: Float[Array, "b n f"], rows: int, columns: int, patch: int
 ) -> Float[Array, "b h w c"]:
     """Assembles images from their square patches: the inverse of `patches`.

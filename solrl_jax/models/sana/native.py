@@ -196,7 +196,7 @@ def plan_conversion(shapes: Mapping[str, Shape], base: SanaConfig) -> Conversion
             rows += shape[0]
         is_linear = native.endswith("_conv.linear.weight")
         expected[native] = (rows, *(shape[1:2] if is_linear else shape[1:]))
-    _check(expected, shapes)
+    _check_tensors(expected, shapes)
     ignored = tuple(name for name in IGNORED if name in shapes)
     return ConversionPlan(config, tuple(parts), ffn, ignored)
 
@@ -244,7 +244,7 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
     return table
 
 
-def _check(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
+def _check_tensors(expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
     """Checks that a native checkpoint has exactly the expected tensors.
 
     "pos_embed" and "y_embedder.y_embedding" (`IGNORED`) are allowed in addition.

@@ -22,7 +22,7 @@ from solrl_jax.models.layers.embeddings import (
     TextProjection,
     TimestepMLP,
     sincos_positions,
-    unpatch,
+    unpatchify,
 )
 from solrl_jax.models.layers.feed_forward import GLUMBConv
 from solrl_jax.models.layers.linear import Linear
@@ -214,7 +214,7 @@ class SanaTransformer2DModel(nnx.Module):
         table = self.scale_shift_table.get_value().astype(x.dtype) + embedded[:, None]
         shift, scale = jnp.split(table, 2, axis=1)
         x = self.proj_out(self.norm_out.modulated(x, shift, scale))
-        return unpatch(x, rows, columns, patch)
+        return unpatchify(x, rows, columns, patch)
 
 
 class SanaBlock(nnx.Module):

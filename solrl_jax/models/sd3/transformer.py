@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.ada_layer_norm import AdaLayerNorm
-from solrl_jax.models.layers.embeddings import PatchProjection, sincos_positions, unpatch
+from solrl_jax.models.layers.embeddings import PatchProjection, sincos_positions, unpatchify
 from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.mmdit import JointBlock, TimeTextEmbedding
 from solrl_jax.models.layers.modulation import modulate_rounding_once, silu_rounding_once
@@ -174,7 +174,7 @@ class SD3Transformer2DModel(nnx.Module):
         image, _ = shard_tokens(run, condition, self.pos_embed(latent), text=text)
         scale, shift = self.norm_out.vectors(condition)
         x = self.proj_out(self.norm_out(image, shift, scale))
-        return unpatch(x, height // patch, width // patch, patch)
+        return unpatchify(x, height // patch, width // patch, patch)
 
 
 def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:

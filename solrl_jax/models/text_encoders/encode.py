@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from solrl_jax.errors import InputError, in_one_line
+from solrl_jax.errors import InputError, as_input_error
 from solrl_jax.models.loading.tensor_files import weight_files
 from solrl_jax.models.loading.weights import Params
 from solrl_jax.models.pipeline import Conditioning, Pipeline, Tokens, TracedTokens
@@ -79,8 +79,8 @@ class TextEncoders:
         if self._params is None:
             if self.cache is not None:
                 self.cache.check_writable()  # before loading, which takes minutes
-            place = sharding.placement(self.mesh)
-            with in_one_line():
+            place = sharding.parameter_placement(self.mesh)
+            with as_input_error():
                 self._params = {
                     name: component.load(self.dtype, place)
                     for name, component in self.pipeline.text_encoders.items()
@@ -242,7 +242,7 @@ class TextEncoders:
         """
         assert self.cache is not None
         digests: dict[str, Any] = {}
-        with in_one_line():
+        with as_input_error():
             for name, component in self.pipeline.text_encoders.items():
                 files = [component.source / "config.json", *weight_files(component.source)]
                 digests[name] = [(file.name, self.cache.file_sha256(file)) for file in files]

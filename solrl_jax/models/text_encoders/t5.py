@@ -188,7 +188,9 @@ class T5Stack(nnx.Module):
         self.block = stack(config.num_layers, lambda rngs: T5Block(config, rngs=rngs), rngs)
         # The files of T5 store the shared table in block 0. Stacked blocks must have the same
         # parameters, so here the table is beside them, with its full name.
-        self.relative_attention_bias = None if config.per_layer_bias else shared_bias(config, rngs)
+        self.relative_attention_bias = (
+            None if config.per_layer_bias else make_shared_bias(config, rngs)
+        )
         self.final_layer_norm = RMSNorm(config.d_model, eps=config.layer_norm_epsilon)
 
     def __call__(
@@ -357,7 +359,7 @@ class T5FeedForward(nnx.Module):
         return self.wo(jax.nn.gelu(self.wi_0(x)) * self.wi_1(x))
 
 
-def shared_bias(config: T5Config, rngs: nnx.Rngs) -> nnx.Param:
+def make_shared_bias(config: T5Config, rngs: nnx.Rngs) -> nnx.Param:
     """Returns the table of position biases that all layers of T5 share, as a new parameter. (The
     tables of UMT5 are made by `T5Attention`.)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from solrl_jax.errors import InputError, first_line, in_words
+from solrl_jax.errors import InputError, first_line, type_and_message
 from solrl_jax.models.loading.tensor_files import read_json
 from solrl_jax.storage import hub
 
@@ -57,7 +57,9 @@ def load_tokenizer(folder: Path) -> Any:
     try:
         return loader.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # its parsers raise a dozen unrelated types
-        raise ValueError(f"{folder}: cannot load the tokenizer ({in_words(error)})") from error
+        raise ValueError(
+            f"{folder}: cannot load the tokenizer ({type_and_message(error)})"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +183,7 @@ def tokenize(
             **options,
         )
     except Exception as error:  # tokenizers raises `Exception` itself
-        raise InputError(f"{folder}: the tokenizer fails ({in_words(error)})") from error
+        raise InputError(f"{folder}: the tokenizer fails ({type_and_message(error)})") from error
     return {
         "ids": encoded["input_ids"].astype("int32"),
         "mask": encoded["attention_mask"].astype(bool),
@@ -246,7 +248,9 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
             turns, tokenize=False, add_generation_prompt=True, **variables
         )
     except Exception as error:  # a template can raise any type
-        raise InputError(f"{folder}: no usable chat template ({in_words(error)})") from error
+        raise InputError(
+            f"{folder}: no usable chat template ({type_and_message(error)})"
+        ) from error
 
 
 def check_vocabulary(folder: Path, size: int) -> None:

@@ -65,7 +65,7 @@ class ImageRewardConfig:
     text_eps: float = 1e-12
     vocabulary: int = 30524
     positions: int = 512
-    tokens: int = 35
+    prompt_tokens: int = 35
 
 
 class ImageReward(nnx.Module):

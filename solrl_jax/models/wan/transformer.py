@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from solrl_jax.models.layers.activation import Activation, as_lazy
-from solrl_jax.models.layers.embeddings import TextProjection, TimestepMLP, patches, unpatch
+from solrl_jax.models.layers.embeddings import TextProjection, TimestepMLP, patchify, unpatchify
 from solrl_jax.models.layers.feed_forward import FeedForward
 from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.linear_attention import AttentionProjections, CrossAttention
@@ -214,7 +214,7 @@ class WanTransformer3DModel(nnx.Module):
         table = self.scale_shift_table.get_value().astype(jnp.float32) + embedded[:, None]
         shift, scale = jnp.split(table, 2, axis=1)
         x = self.proj_out(self.norm_out.modulated(x, shift, scale, modulate_rounding_once))
-        out = unpatch(x.reshape(batch * frames, rows * columns, -1), rows, columns, side)
+        out = unpatchify(x.reshape(batch * frames, rows * columns, -1), rows, columns, side)
         return out.reshape(batch, frames, height, width, -1)
 
 
@@ -248,7 +248,7 @@ class PatchEmbedding(nnx.Module):
             The n tokens of each clip, one per patch, in the dtype of `latent`.
         """
         kernel = self.kernel.get_value()
-        squares = patches(latent.reshape(-1, *latent.shape[2:]), self.side)
+        squares = patchify(latent.reshape(-1, *latent.shape[2:]), self.side)
         tokens = squares.reshape(len(latent), -1, squares.shape[-1])
         y = matmul(tokens, kernel.reshape(-1, kernel.shape[-1]))
         return y + self.bias.get_value().astype(y.dtype)

@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
-from solrl_jax.models.layers.embeddings import patches, sinusoid, unpatch
+from solrl_jax.models.layers.embeddings import patchify, sinusoid, unpatchify
 from solrl_jax.models.layers.feed_forward import GatedFeedForward
 from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.norm import LayerNorm, RMSNorm
@@ -249,7 +249,7 @@ class ZImageTransformer2DModel(nnx.Module):
                 self.noise_refiner, apply, x, gradient_checkpointing=self.gradient_checkpointing
             ), None
 
-        x = patches(latent, PATCH).reshape(batch, num_image_tokens, -1)
+        x = patchify(latent, PATCH).reshape(batch, num_image_tokens, -1)
         x = self.all_x_embedder[f"{PATCH}-1"](x)
         padding = _repeat_token(self.x_pad_token, x, -x.shape[1] % MULTIPLE)
         x = jnp.concatenate([x, padding], axis=1)
@@ -292,7 +292,7 @@ class ZImageTransformer2DModel(nnx.Module):
         x = jnp.concatenate([x, text], axis=1)
         x, _ = shard_tokens(run, (lengths, condition), x, rotation)
         out = self.all_final_layer[f"{PATCH}-1"](x[:, :num_image_tokens], condition)
-        return -unpatch(out, rows, columns, PATCH)
+        return -unpatchify(out, rows, columns, PATCH)
 
     def _condition(self, timestep: Float[Array, " b"]) -> Float[Array, "b time"]:
         """Embeds the timestep: 256 sinusoids of `t_scale * (1 - sigma)`, then an MLP with SiLU and

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from solrl_jax.data.prompt_files import read_file
+from solrl_jax.data.prompt_files import read_text_file
 from solrl_jax.data.prompts import check_text
 from solrl_jax.errors import InputError
 
@@ -80,7 +80,7 @@ def read_template(prompt: str, field: str) -> Template:
         return Template(text, SCORES[prompt], RUBRIC if prompt == "rubric" else {})
     where = f"{field}={prompt!r}"
     expected = f"one of {', '.join(SCORES)}, or a text file with the question"
-    text = read_file(Path(prompt), where, expected).strip()
+    text = read_text_file(Path(prompt), where, expected).strip()
     if not text:
         raise InputError(f"{where}: holds no question")
     other = re.search(r"\{\w+\}", text)

@@ -296,8 +296,8 @@ def table(layers: Sequence[LinearLayer], form: Format) -> str:
     width = max(len(layer.path) for layer in layers)
     lines = [_line(layer, form, width) for layer in layers]
     sums = totals(layers)
-    quantized = _change(sums["quantized_bytes_before"], sums["quantized_bytes_after"])
-    all_layers = _change(sums["bytes_before"], sums["bytes_after"])
+    quantized = _format_change(sums["quantized_bytes_before"], sums["quantized_bytes_after"])
+    all_layers = _format_change(sums["bytes_before"], sums["bytes_after"])
     lines.append(
         f"{sums['quantized']} of {sums['linears']} linear layers in {form.name}: {quantized}; "
         f"all linear layers {all_layers}"
@@ -325,7 +325,7 @@ def _line(layer: LinearLayer, form: Format, width: int) -> str:
         outcome = f"{form.name}, error {min(layer.errors):.4f} to {max(layer.errors):.4f}"
     else:
         outcome = form.name
-    size = f"{_megabytes(layer.bytes_before)} -> {_megabytes(layer.bytes_after)}"
+    size = f"{_format_megabytes(layer.bytes_before)} -> {_format_megabytes(layer.bytes_after)}"
     return f"{layer.path:<{width}}  {shape:>22}  {size}  {outcome}"
 
 
@@ -374,17 +374,17 @@ def _widths(kernels: Mapping[str, Shaped], fused: Sequence[str]) -> dict[str, in
     return {path: max(kernel.shape[-2], outputs[group(path)]) for path, kernel in kernels.items()}
 
 
-def _change(before: int, after: int) -> str:
+def _format_change(before: int, after: int) -> str:
     """Formats two sizes for a line of totals, as "1.000 MB -> 0.300 MB" (1 MB is 10^6 bytes).
 
     Args:
         before: The size before quantization, in bytes.
         after: The size after it, in bytes.
     """
-    return f"{_megabytes(before).strip()} -> {_megabytes(after).strip()}"
+    return f"{_format_megabytes(before).strip()} -> {_format_megabytes(after).strip()}"
 
 
-def _megabytes(size: int) -> str:
+def _format_megabytes(size: int) -> str:
     """Formats a size in MB (10^6 bytes) with three decimals, such as "     1.000 MB", padded on the
     left to 13 characters in all.
 

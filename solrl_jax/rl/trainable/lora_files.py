@@ -27,7 +27,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from solrl_jax.errors import InputError, RunError, first_line, in_one_line
+from solrl_jax.errors import InputError, RunError, as_input_error, first_line
 from solrl_jax.models.loading.tensor_files import STORED_DTYPES, read_header
 from solrl_jax.rl.trainable import lora_settings
 from solrl_jax.rl.trainable.lora_layouts import FileLayer, ParsedKeys, parse_keys
@@ -573,7 +573,7 @@ def _open_file(file: Path) -> Iterator[tuple[Shapes, Any]]:
             F64. Also if the body raises SafetensorError, OSError, LookupError, TypeError or
             AttributeError.
     """
-    with in_one_line():
+    with as_input_error():
         tensors = read_header(file)
     if refusals := [
         f"{tensor.name} is {tensor.dtype}"

@@ -78,11 +78,11 @@ def find_trained_paths(transformer: Component, config: Config) -> TrainedPaths:
             f"{', '.join(sorted(flatten(params)))}"
         )
     whole |= {e.key for e in parameter_table(transformer.state) if e.initializer is not None}
-    adapted = matching(params, config.lora.target_modules, "lora.target_modules")
+    adapted = match_kernels(params, config.lora.target_modules, "lora.target_modules")
     return TrainedPaths(tuple(path for path in adapted if path not in whole), tuple(sorted(whole)))
 
 
-def matching(params: Params, patterns: Sequence[str], field: str) -> list[str]:
+def match_kernels(params: Params, patterns: Sequence[str], field: str) -> list[str]:
     """Returns the paths that match patterns, all of which must be kernels of linear layers.
 
     Args:
