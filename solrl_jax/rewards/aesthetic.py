@@ -73,8 +73,8 @@ def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
             default `weights/sac+logos+ava1-l14-linearMSE.safetensors` in the working directory.
             "aesthetic/clip": a directory, or the name of a hub repository, with the CLIP, by
             default openai/clip-vit-large-patch14. In place of the whole mapping, `solrl plan`
-            passes the constant `sources.CARRIED`, which stands for the configurations in the
-            package, without weights.
+            passes the constant `sources.PACKAGED_CONFIGS`, which stands for the configurations in
+            the package, without weights.
 
     Returns:
         The reward with the networks "encoder" and "head", whose parameters are not read yet. Its

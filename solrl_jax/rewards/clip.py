@@ -61,8 +61,8 @@ def clipscore(paths: Mapping[str, str]) -> NetworkReward:
         paths: The setting `reward.paths`: where the files are, by key. "clipscore": a directory, or
             the name of a hub repository, with the CLIP and its tokenizer; without it
             openai/clip-vit-large-patch14. In place of the whole mapping, `solrl plan` passes the
-            constant `sources.CARRIED`, which stands for the configuration in the package, without
-            weights.
+            constant `sources.PACKAGED_CONFIGS`, which stands for the configuration in the package,
+            without weights.
 
     Returns:
         The reward with the network "clip", whose parameters are not read yet. Its only score is
@@ -95,8 +95,8 @@ def pickscore(paths: Mapping[str, str]) -> NetworkReward:
             the name of a hub repository. "pickscore": the network, by default
             yuvalkirstain/PickScore_v1. "pickscore/tokenizer": the tokenizer, by default
             laion/CLIP-ViT-H-14-laion2B-s32B-b79K. In place of the whole mapping, `solrl plan`
-            passes the constant `sources.CARRIED`, which stands for the configurations in the
-            package, without weights.
+            passes the constant `sources.PACKAGED_CONFIGS`, which stands for the configurations in
+            the package, without weights.
 
     Returns:
         The reward with the network "clip", whose parameters are not read yet. Its only score is
@@ -130,8 +130,8 @@ def hpsv2(paths: Mapping[str, str], config: CLIPConfig = HPS) -> NetworkReward:
             `weights/HPS_v2.1_compressed.safetensors` in the working directory. "hpsv2/tokenizer": a
             directory, or the name of a hub repository, with the tokenizer, by default
             laion/CLIP-ViT-H-14-laion2B-s32B-b79K. In place of the whole mapping, `solrl plan`
-            passes the constant `sources.CARRIED`, which stands for the files in the package,
-            without weights.
+            passes the constant `sources.PACKAGED_CONFIGS`, which stands for the files in the
+            package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 

@@ -36,7 +36,7 @@ def imagereward(
             `weights/ImageReward.safetensors` in the working directory. "imagereward/tokenizer": a
             directory, or the name of a hub repository, with the tokenizer, by default
             google-bert/bert-base-uncased. In place of the mapping, `solrl plan` passes the constant
-            `sources.CARRIED`, which stands for the files in the package, without weights.
+            `sources.PACKAGED_CONFIGS`, which stands for the files in the package, without weights.
         config: The sizes of the network, which its file does not hold. The default is the released
             network.
 

@@ -66,8 +66,8 @@ class JaxEntry:
 
     Attributes:
         open: Opens the reward, given the setting `reward.paths`, or for `solrl plan` the constant
-            `sources.CARRIED` (the configurations in the package). It checks the files and downloads
-            those of the hub that are missing, but reads no weights. It raises ValueError
+            `sources.PACKAGED_CONFIGS` (the configurations in the package). It checks the files and
+            downloads those of the hub that are missing, but reads no weights. It raises ValueError
             (InputError among them) if a file is missing or does not fit its network.
         others: The names of the scores that the reward returns beside "reward".
         differentiable: Whether the gradient of the score with respect to the image may be trained
@@ -292,8 +292,8 @@ def open_rewards(
 
     Args:
         settings: The section "reward" of the configuration. `solrl plan` replaces its `paths` by
-            the constant `sources.CARRIED`: the networks get the released configurations that the
-            package has, without weights.
+            the constant `sources.PACKAGED_CONFIGS`: the networks get the released configurations
+            that the package has, without weights.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16. It takes
             effect in `OpenedRewards.load`.
         explore: `rollout.explore.reward`: the weight of each score that ranks candidates, by name.

@@ -89,12 +89,12 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
             name of another repository (an existing directory wins), for a `Converted` source the
             file or its directory. Without an entry: the repository of the source, or its file in
             the folder "weights" of the working directory. `solrl plan` passes the constant
-            `CARRIED` itself, which stands for the configurations in the package.
+            `PACKAGED_CONFIGS` itself, which stands for the configurations in the package.
 
     Returns:
         The directory of a `Hub` source, which has all its files, or the file of a `Converted`
-        source. With `CARRIED` the path of that name in the package's directory of configurations,
-        which has no weights; that of a `Converted` source does not exist.
+        source. With `PACKAGED_CONFIGS` the path of that name in the package's directory of
+        configurations, which has no weights; that of a `Converted` source does not exist.
 
     Raises:
         KeyError: If `SOURCES` has no such name.
