@@ -8,6 +8,7 @@ Nothing is compiled. Run it after `benchmarks/plans.json` or `benchmarks/scaling
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ def record(
     peak: float,
     seconds: dict[str, float],
     source: str,
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Returns one record. Batch sizes and image size are those of the preset.
+    """Returns one record. Batch sizes and image size are those of the preset with the overrides.
 
     Args:
         preset: The name of the preset that was planned.
@@ -44,8 +46,9 @@ def record(
         peak: The largest bytes of one device in any phase.
         seconds: Roofline seconds by phase; empty if they were not recorded.
         source: The file of the record.
+        overrides: Settings `key=value` that differed from the preset.
     """
-    config = resolve(preset)
+    config = resolve(preset, tuple(overrides))
     return {
         "model": config.model.name,
         "device": device,
@@ -82,6 +85,7 @@ def collect() -> list[dict[str, Any]]:
                 peak=plan["peak"],
                 seconds={phase["name"]: phase["seconds"] for phase in plan["phases"]},
                 source=source,
+                overrides=plan.get("overrides", ()),
             )
         )
     source = "benchmarks/plan-flux1-h100.json"

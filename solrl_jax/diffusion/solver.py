@@ -154,13 +154,13 @@ def _unic_weights(h: float, inverse_r: float) -> tuple[float, float]:
     Args:
         h: The length of the corrected step in `lambda = ln((1 - sigma) / sigma)`, above 0 and
             finite.
-        slope: `h / (lambda at the start of the step before it - lambda at its start)`, at most 0:
-            `1 / r` for the r of arXiv 2302.04867.
+        inverse_r: `h / (lambda at the start of the step before it - lambda at its start)`, at most
+            0: `1 / r` for the r of arXiv 2302.04867.
 
     Returns:
-        The weight of `slope` times (the prediction before the last one minus the last one), and the
-        weight of (the next prediction minus the last one). The last prediction is that at the start
-        of the step, the next one that at its end.
+        The weight of `inverse_r` times (the prediction before the last one minus the last one), and
+        the weight of (the next prediction minus the last one). The last prediction is that at the
+        start of the step, the next one that at its end.
     """
     b = np.expm1(-h)
     phi_2 = b / -h - 1

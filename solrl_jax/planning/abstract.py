@@ -260,7 +260,7 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
     Args:
         make: The class or function that builds the structure. It must only rearrange its arguments,
             and compute no new arrays.
-        trees: The arguments of `make`, with ShapeDtypeStructs in place of arrays.
+        *trees: The arguments of `make`, with ShapeDtypeStructs in place of arrays.
 
     Returns:
         The result of `make`, with the very ShapeDtypeStructs of `trees`, shardings included.

@@ -415,8 +415,8 @@ def suggest_faster_settings(planner: Planner, free_bytes: dict[str, int]) -> dic
 
     Args:
         planner: The planner, for its configuration, device and usable memory.
-        left: Bytes that each phase leaves free of the usable memory, by its name. "update" must be
-            among them.
+        free_bytes: Bytes that each phase leaves free of the usable memory, by its name. "update"
+            must be among them.
 
     Returns:
         The settings `key=value` by the phase that they make faster, "explore" or "update". May be

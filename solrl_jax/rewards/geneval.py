@@ -144,8 +144,8 @@ def check(prompt: str, metadata: Metadata, detector: str = "shapes", **options: 
             "exclude", of the form that `geneval` scores.
         detector: "shapes", whose classes and colors are known, or another detector, with which any
             are accepted.
-        options: The options `threshold` and `counting_threshold` of `geneval`, which have no effect
-            here.
+        **options: The options `threshold` and `counting_threshold` of `geneval`, which have no
+            effect here.
 
     Raises:
         ValueError: If the metadata is not GenEval's, or asks for a class or color that the detector

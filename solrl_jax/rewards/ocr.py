@@ -77,7 +77,7 @@ def check(prompt: str, metadata: Metadata, **options: Any) -> None:
             metadata has them.
         metadata: The metadata of the prompt. A text under "text" has the words instead. None there
             counts as no entry.
-        options: The options of `ocr`, which have no effect here.
+        **options: The options of `ocr`, which have no effect here.
 
     Raises:
         ValueError: If there are no words, or something else than a text under "text". The message

@@ -504,7 +504,7 @@ def _save_image(path: str | RunPath, image: "Image", **texts: str) -> None:
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
         image: The image of Pillow, in a mode that PNG has.
-        texts: Texts that are stored in the file, by name, e.g. "Title" for readers who cannot see
+        **texts: Texts that are stored in the file, by name, e.g. "Title" for readers who cannot see
             the image.
 
     Raises:

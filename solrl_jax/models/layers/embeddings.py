@@ -68,7 +68,7 @@ def patchify(x: Float[Array, "b h w c"], patch: int) -> Float[Array, "b rows col
 def unpatchify(
     tokens: Float[Array, "b n f"], rows: int, columns: int, patch: int
 ) -> Float[Array, "b h w c"]:
-    """Assembles images from their square patches: the inverse of `patches`.
+    """Assembles images from their square patches: the inverse of `patchify`.
 
     Args:
         tokens: One vector per patch, row by row: n is `rows * columns`. Its features are ordered

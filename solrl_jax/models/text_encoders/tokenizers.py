@@ -146,7 +146,7 @@ def tokenize(
         folder: the tokenizer's folder. `load_tokenizer` loads it once per process.
         texts: one or more texts. A text may be "".
         length: number of tokens per text, special tokens included, up to 4096.
-        options: further keyword arguments for the transformers tokenizer, such as
+        **options: further keyword arguments for the transformers tokenizer, such as
             `padding_side="right"`, but not those on padding, truncation and lengths.
 
     Returns:
@@ -231,8 +231,8 @@ def chat(folder: Path, prompts: Sequence[str], **variables: Any) -> list[str]:
     Args:
         folder: folder of a tokenizer with a chat template.
         prompts: one or more prompts.
-        variables: further variables of the chat template, such as `enable_thinking` (whether Qwen3
-            may reason before its answer).
+        **variables: further variables of the chat template, such as `enable_thinking` (whether
+            Qwen3 may reason before its answer).
 
     Returns:
         The rendered texts, in the order of `prompts`; for a `NoVocabulary`, the prompts themselves.
