@@ -177,7 +177,7 @@ class ImageGrid:
         prompts: The p prompts, one per row of the grid.
         images: The images, float32 [p, m, height, width, 3], with values in [0, 1]; clips have an
             axis of frames before the height.
-        right: Whether a verifier accepts each image, bool [p, m]: whether the first score named
+        accepted: Whether a verifier accepts each image, bool [p, m]: whether the first score named
             ".../strict", such as "shapes/strict", is above 0.5 (NaN is not). None if there is no
             score of such a name.
     """
