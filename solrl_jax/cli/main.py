@@ -113,8 +113,9 @@ class Commands(click.Group):
         """Runs the command that the user called.
 
         InputErrors and RunErrors of the command are raised again with a message that names its
-        options, e.g. "--num-steps", in place of Python arguments (`with_options`). Other errors
-        pass unchanged. Ctrl-C ends the process with the message "interrupted".
+        options, e.g. "--num-steps", in place of Python arguments (`with_options`). Other errors,
+        also ConfigErrors, pass unchanged. Ctrl-C ends the process with the message "interrupted" on
+        standard error, with `--json` also as an object on standard output (`fail`).
 
         Args:
             ctx: The context of click, with the arguments.
@@ -123,8 +124,8 @@ class Commands(click.Group):
             The result of the command.
 
         Raises:
-            InputError: As the command raised it, with the changed message.
-            RunError: As the command raised it, with the changed message.
+            InputError: If the command raised one or a subclass, with the changed message.
+            RunError: If the command raised one or a subclass, with the changed message.
             SystemExit: With code 130, after Ctrl-C.
         """
         try:
@@ -133,7 +134,9 @@ class Commands(click.Group):
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if command is None:
                 raise
-            raise type(error)(with_options(str(error), command)) from error
+            # A subclass may need other arguments than a message.
+            kind = InputError if isinstance(error, InputError) else RunError
+            raise kind(with_options(str(error), command)) from error
         except KeyboardInterrupt:  # click would write an empty line first
             fail("interrupted", INTERRUPTED)
 

@@ -137,8 +137,8 @@ def migrate(tree: Any) -> Any:
         tree: The content as YAML gives it, a nested dict.
 
     Returns:
-        A new dict with the present names and version if `tree` has `version: 2`. Otherwise `tree`
-        as it is.
+        If `tree` has `version: 2`: a new dict with the present names, values (e.g. "matmuls" for
+        "products") and version; unknown names stay. Otherwise `tree` as it is.
     """
     if not isinstance(tree, dict) or tree.get("version") != 2:
         return tree

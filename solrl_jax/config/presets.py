@@ -208,6 +208,9 @@ def _apply_files(
 ) -> None:
     """Copies the settings of the files that make up a preset into a configuration, in place.
 
+    A field is replaced as a whole, also if it is a list or a dict such as `reward.weights`. Other
+    fields of a section stay. Nothing but the conditions is checked.
+
     Conditional settings of a file, such as `family=sol_rl: {rollout: ...}` under `when`, only apply
     if that file was chosen for that part. They are copied after the other settings of all files, in
     the order of the files.

@@ -1039,10 +1039,11 @@ class Config(Section):
         """Checks that the gradient of the reward can be trained on.
 
         Raises:
-            ConfigError: If samples are not regenerated and `rollout.explore.precision` is not
+            ConfigError: If `rollout.regenerate` is false and `rollout.explore.precision` is not
                 "bf16" or "fp32"; if `reward.combine` is not "sum", whose gradient is the one that
                 is taken; if `algorithm.last_steps` exceeds `rollout.num_steps`, or is not 1 for
-                draft; or if an objective `module:function` trains at more than one sigma.
+                draft; or if an objective `module:function` trains at more than one sigma, by
+                `algorithm.timestep_fraction`.
         """
         purpose = f"for the reward gradients of algorithm.objective={self.algorithm.objective}"
         self._check_recording(purpose)

@@ -79,9 +79,14 @@ class Devices:
 class Planner:
     """Compiles the programs of one configuration for devices that are not present.
 
-    `Planner(config, where)` has the effects and errors of `abstract_experiment`, and also raises
-    InputError if the devices do not exist or do not fit the mesh, or the model cannot be opened.
-    `topology.prepare` must be called before, and before JAX is imported.
+    `Planner(config, where)` has the effects and errors of `abstract_experiment` (it imports what is
+    outside the package, and reads the prompt sets), and also raises InputError if the devices do
+    not exist or do not fit the mesh, or the model cannot be opened. `topology.prepare` must be
+    called before, and before JAX is imported.
+
+    `programs` lowers all programs and starts to compile them; it calls `lowered` and `place`. Then
+    `measure` returns the figures of one program, with those of its memory in bytes (`memory`), and
+    `parts` the arrays that stay in memory between programs, as trees of ShapeDtypeStructs by name.
 
     Attributes:
         config: The configuration that is planned.

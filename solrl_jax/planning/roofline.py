@@ -85,9 +85,8 @@ class Roofline:
         """Returns the seconds of one call, divided by what they are spent on.
 
         Returns:
-            A dict of seconds: "matmuls" (convolutions too), "attention", "memory" (all other
-                kernels) and
-            "links" (collectives). Their sum is the lower bound for one call. The collectives that
+            A dict of seconds: "matmuls" (convolutions too), "attention", "memory" (all other kernels)
+            and "links" (collectives). Their sum is the lower bound for one call. The collectives that
             overlap with kernels add only the time by which they together exceed all kernels.
         """
         seconds = dict.fromkeys(KINDS, 0.0)
@@ -197,10 +196,11 @@ def roofline(text: str, target: Target, devices_per_host: int = 1, hosts: int = 
         text: The text that `as_text()` of the compiled program returns.
         target: The kind of device that the program was compiled for.
         devices_per_host: The number of devices per host.
-        hosts: The number of hosts that the program runs on.
+        hosts: The number of hosts that the program runs on. Not checked against the text.
 
     Returns:
-        The kernels and collectives of one call on one device.
+        The kernels and collectives of one call on one device, with their numbers of runs. Loops
+        whose number of iterations is unknown count as one iteration (`unknown_loops`).
 
     Raises:
         ValueError: If the text cannot be parsed.

@@ -89,9 +89,10 @@ def quantize(w: Matrix) -> FP8Tensor:
             least 1.
 
     Returns:
-        The leaf, of JAX arrays. The scale of an output channel is its largest magnitude divided by
-        448. A channel whose scale would be subnormal (below 2^-126; also a channel of zeros) has
-        zero codes; a channel with a non-finite value dequantizes to NaN.
+        The leaf, of JAX arrays: the codes [..., out, in] in E4M3, with `in` last, and the float32
+        scales [..., out]. The scale of an output channel is its largest magnitude divided by 448. A
+        channel whose scale is subnormal (below 2^-126; also a channel of zeros) has zero codes; a
+        channel with a non-finite value dequantizes to NaN.
     """
     codes, scales = encode([jnp.swapaxes(w, -1, -2).astype(jnp.float32)])
     return FP8Tensor(codes[0], scales[0][..., 0])

@@ -83,10 +83,11 @@ def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "row
     Args:
         x: Inputs [rows, n_in] of a floating-point dtype, which is not checked.
         w: A single matrix [n_in, n_out]: an array, which is cast to the dtype of `x`, or a leaf of
-            the parameter tree.
+            the parameter tree. A quantized one is not differentiable, also with respect to `x`.
 
     Returns:
-        The result [rows, n_out] in the dtype of `x` (a `HalfPrecisionWeight` gives its own dtype).
+        The result [rows, n_out] in the dtype of `x`; for a `HalfPrecisionWeight` in the dtype of
+        the weight, FP16 or BF16.
 
     Raises:
         ValueError: If `w` is an NVFP4 weight and `x` does not have `n_in` columns.

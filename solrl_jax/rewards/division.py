@@ -168,6 +168,13 @@ class SampleScoring:
 
     Rewards of clips get whole clips. The others get some frames of each clip as images, and the
     score of the clip is the mean over them. `sample_scoring` makes it.
+
+    For every chunk of samples, in order, the result of `select` (one array per kind of rewards, on
+    the devices) is passed to `add`; then `finish` is called once. Every host makes the same calls,
+    and gets three dicts: the scores, float32 [samples] by "REWARD" and "REWARD/OTHER"; by reward,
+    the number of images without a score because a call failed; and what the calls counted, by
+    "REWARD/COUNTER", with the seconds that hosts waited for them. A failure that is not skipped is
+    a RewardError.
     """
 
     def __init__(self, parts: list[tuple[DividedScoring, int | None]]) -> None:

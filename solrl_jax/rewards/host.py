@@ -214,8 +214,9 @@ class Workers:
     ) -> CallResult | str | None:
         """Waits for a call.
 
-        Also closes the pool if the call has no answer 10 seconds (`GRACE`) after its timeout
-        (counted from when it is first seen running), because its process then ended without notice.
+        Also closes the pool, and returns a text, if the call has no answer 10 seconds (`GRACE`)
+        after its timeout (counted from when it is first seen running), because its process then
+        ended without notice. The time in the queue is not limited.
 
         Args:
             pool: The process pool that runs the call.

@@ -71,24 +71,25 @@ class HostReward:
     If `clips`, it gets whole clips [n, T, H, W, 3] in place of images, in each of the three kinds.
     Otherwise it gets frames of clips as images.
 
-    Images with a non-finite value score NaN, whatever the function returns. The constructor checks
-    nothing.
+    Images with a non-finite value score NaN, whatever the function returns; a pairwise one does not
+    get them. The constructor checks nothing.
 
     Attributes:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
         target: The function, as "module:function".
-        options: The keyword arguments of the function, by name.
+        options: The keyword arguments of the function, by name. They are pickled.
         others: The names of the scores that it must return beside "reward", which are recorded as
-            "NAME/OTHER"; a call without one of them fails. It may return more. None: they are not
-            known before the first call.
-        batch: The most images (if `pairwise`, pairs) in one call, at least 1. No effect if
-            `groupwise`.
+            "NAME/OTHER"; a call without one of them fails. Further ones that it returns are
+            recorded likewise. None: they are not known before the first call. If `pairwise`, only
+            () or None, because nothing but "reward" is read.
+        batch: The most images (if `pairwise`, pairs) in one call, at least 1; 16 (`MAX_BATCH`) by
+            default. No effect if `groupwise`.
         check: Is called with each prompt of a run (`Prompt`), and raises ValueError for one that
             the function cannot score. By default every prompt is accepted.
         groupwise: Whether the function scores the images of a group relative to each other.
         pairwise: Whether it compares two images. Each image of a group then scores its win rate:
-            the mean preference over the other images, both orders averaged. It wins over
-            `groupwise`.
+            the mean preference over the other images, both orders averaged; 0.5 if there are none.
+            It wins over `groupwise`.
         clips: Whether the function gets whole clips, float32 [n, T, H, W, 3] in [0, 1] with T
             frames each. `batch` is then a number of clips, or of pairs of them.
     """

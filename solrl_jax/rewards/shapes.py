@@ -34,9 +34,10 @@ def prepare(prompts: Sequence[str]) -> verifier.Targets:
         prompts: The captions; there may be none.
 
     Returns:
-        `Targets` with one row per caption: int32 arrays [n, 2] for the count, color, shape and size
-        of its two groups of objects, and [n] for the relation between them. A missing group has the
-        count 0; the size is -1 if any fits, and the relation -1 if there is none.
+        `Targets` of JAX arrays with one row per caption: int32 [n, 2] for the count, color, shape
+        and size of its two groups of objects, and [n] for the relation between them. All but the
+        count are indices into lists of `data.shapes.scenes`, e.g. `COLORS`. A missing group is 0
+        throughout; the size is -1 if any fits, and the relation -1 if there is none.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world.

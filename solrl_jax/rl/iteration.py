@@ -100,8 +100,8 @@ class Selection:
 
     @property
     def kept_seeds(self) -> UInt32[np.ndarray, "p k 2"]:
-        """The seeds of the kept candidates, in the order of `chosen`; for a prompt that is not
-        usable, those of its first K candidates.
+        """The seeds of the kept candidates, in the order of `chosen`, by ascending index; for a
+        prompt that is not usable (too few finite values), those of its first K candidates.
         """
         return np.take_along_axis(self.seeds, self.chosen[..., None], axis=1)
 
@@ -267,17 +267,18 @@ def make_samplers(
 ) -> tuple[Sampler, Sampler]:
     """Makes the samplers of exploration and of regeneration.
 
-    Exploration is sampled with a quantized copy of the policy, which this allocates on the devices.
-    It is freed with the sampler. The first call with a setting may also sample from the base, for
-    exploration options that measure. Every process of a run must call it.
+    If the format of exploration quantizes, this allocates a quantized copy of the policy on the
+    devices, which is freed with its sampler. The first call with a setting may also sample from the
+    base, for exploration options that measure. Every process of a run must call it.
 
     Args:
         experiment: The experiment of the iteration.
         old: The trainable parameters by path of the old policy, which both phases sample from.
-        setting: The format and the number of steps of exploration.
-        noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
+        setting: The format and the number of steps of exploration. Its `option_set` is not read.
+        noise_start: Where both phases add noise, if `rollout.noise_level` is above 0: at
             `rollout.sde_window_size` steps of the full schedule from step `noise_start` (counted
-            from 0) on; without a window size, at all from there on.
+            from 0) on; without a window size, at all from there on. The last step never adds noise.
+            With fewer steps, each step of exploration adds the noise of those that it covers.
 
     Returns:
         The sampler of exploration and that of regeneration, also if nothing is regenerated. The one
@@ -288,6 +289,7 @@ def make_samplers(
         these latents as the noise.
 
     Raises:
+        KeyError: If there is no such format, or the base has no parameter of a path in `old`.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
         InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
             (`Experiment.encode_prompts`).

@@ -96,8 +96,9 @@ def add_targets(
 
 
 def gradient_decoder(decoder: Decoder) -> Decoder:
-    """Returns a copy of the decoder for differentiation. A device decodes at most `MAX_PIXELS`
-    (2^18) pixels at a time with it, or one image, tile or latent frame of a clip if that has more.
+    """Returns a copy of the decoder for differentiation. A device decodes up to four images (or
+    tiles) at a time with it, as with any decoder, but of together at most `MAX_PIXELS` (2^18)
+    pixels; or one image, tile or latent frame of a clip if that has more.
 
     Args:
         decoder: The decoder that images are scored with. Its tile size, if any, is kept.

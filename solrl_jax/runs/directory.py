@@ -207,7 +207,8 @@ def _foreign_names(config: Config) -> set[str]:
         config: The configuration.
 
     Returns:
-        The names of those rewards that are not in `REWARDS`: "module:function", names of entry
+        The names of those rewards in `reward.weights`, `reward.eval_only` and
+        `rollout.explore.reward` that are not in `REWARDS`: "module:function", names of entry
         points, URLs, and "judge-NAME". Also every text with a colon among the values of
         `reward.options`, at any depth, because an option may name a function or service too, such
         as the address of a judge.
@@ -336,8 +337,7 @@ def load_policy(
 
     Args:
         run: The run directory, whose EMA is loaded. None: the start of training, which is the LoRA
-            at `lora.path` or, without one, the base model; parameters trained in full start as the
-            base's.
+            at `lora.path` or, without one, the base model.
         config: The configuration of the run, preset or model, with overrides.
         backbone: The model of that configuration.
         path: The directory of a checkpoint of the run. None: its newest intact one. No effect
@@ -346,11 +346,12 @@ def load_policy(
     Returns:
         A tuple. First, the trainable parameters in float32 by path, e.g. "blocks/attn/to_q/kernel":
         {"a": ..., "b": ...} for a layer with an adapter, an array for a parameter that is trained
-        in full; {} for the base model. Second, the number of iterations that they were trained for;
-        0 without a run.
+        in full; on the backbone's mesh. Without a run, only the adapters of the LoRA, on the
+        default device ({} without one), because parameters trained in full start as the base's.
+        Second, the number of iterations that they were trained for; 0 without a run.
 
     Raises:
-        RunError: If the checkpoint is damaged, or all are.
+        RunError: If the checkpoint is damaged or has other arrays than `config` trains, or all do.
         InputError: If the run has no checkpoint, its `config.yaml` cannot be read, or `lora.path`
             cannot be used, e.g. because its rank or alpha is not that of `config`.
         ConfigError: If the `config.yaml` of the run is invalid.

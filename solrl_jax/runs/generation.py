@@ -180,7 +180,7 @@ class Generation:
 
     Attributes:
         images: The images, float32 [N, height, width, 3], or the clips, [N, frames, height, width,
-            3], with values in [0, 1].
+            3], with values in [0, 1]: one per prompt, in the order of the prompts.
         latents: The initial noise of each image, float32 [N, C, h, w] with the channels first, or
             of each clip, [N, C, t, h, w]: the argument `latents` of `api.generate` and of the
             pipelines of diffusers. (That of FLUX.1 takes it packed by

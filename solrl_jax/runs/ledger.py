@@ -61,8 +61,8 @@ def path_of(root: RunPath, iteration: int) -> RunPath:
 
     Args:
         root: The directory of the ledger.
-        iteration: The number of the iteration, which becomes `iteration-NNNNNN.parquet`, with at
-            least six digits.
+        iteration: The number of the iteration, from 1, which becomes `iteration-NNNNNN.parquet`,
+            with at least six digits.
     """
     return root / f"iteration-{iteration:06d}.parquet"
 

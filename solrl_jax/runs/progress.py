@@ -22,7 +22,7 @@ class TerminalProgress:
     As a context manager, entered in the main thread, it also handles Ctrl-C and SIGTERM. The first
     signal is noted, and the next call of `phase` or `iteration` raises KeyboardInterrupt for it, so
     that nothing stops half-way; the second one ends the process. Leaving the context restores the
-    earlier handlers and removes the bar.
+    earlier handlers and ends the bar.
 
     In a run of several processes, all must make the same calls of `phase` and `iteration`, because
     they agree there whether a signal has arrived in any of them.
@@ -61,7 +61,7 @@ class TerminalProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restores the earlier handlers of signals, and removes the bar.
+        """Restores the earlier handlers of signals, and ends the bar (`stop`).
 
         Args:
             *_: The exception of the body, if it raised one. Not read, and not suppressed.
@@ -114,7 +114,9 @@ class TerminalProgress:
         self._began = time.monotonic()
 
     def stop(self) -> None:
-        """Removes the bar, if there is one. The handlers of signals stay."""
+        """Ends the bar, if there is one. Its last state stays in the terminal as a line. The
+        handlers of signals stay.
+        """
         if self._bar is not None:
             self._bar.close()
             self._bar = None

@@ -26,7 +26,9 @@ def is_name(path: str) -> bool:
             directory exists.
 
     Returns:
-        True if it has this form and the characters that the hub allows.
+        True if it has this form and the hub allows both parts: each up to 96 letters, digits, "-",
+        "_" and ".", without "--" or "..", and without "-" or "." at its ends. NAME must not end in
+        ".git".
     """
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

@@ -122,7 +122,12 @@ class StorePath:
         return False
 
     def is_file(self) -> bool:
-        """Whether there is an object of this name."""
+        """Whether there is an object of this name.
+
+        Raises:
+            StoreError: If the store refuses or cannot be reached.
+            InputError: If the package that reads the store is not installed.
+        """
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
@@ -247,7 +252,7 @@ class StorePath:
     def mkdir(self, *, parents: bool = True, exist_ok: bool = True) -> None:
         """Writes an empty object below this path, so that `is_dir` is true.
 
-        `iterdir` and `files` leave that object out.
+        `iterdir` and `file_sizes` leave that object out.
 
         Args:
             parents: Not read: no parent is needed.
@@ -265,7 +270,7 @@ class StorePath:
             _client(self.scheme).rm_file(str(self.key))
 
     def remove_all(self, first: str) -> None:
-        """Removes all objects below this path (those of `files`; the one of `mkdir` stays).
+        """Removes all objects below this path (those of `file_sizes`; the one of `mkdir` stays).
 
         Args:
             first: The name, relative to this path, of the object that is removed before all others.
@@ -283,7 +288,7 @@ class StorePath:
                 _client(self.scheme).rm([str((self / name).key) for name in names])
 
     def copy_all(self, target: "StorePath", last: str) -> None:
-        """Copies all objects below this path (those of `files`) within the store. Older ones of the
+        """Copies all objects below this path (those of `file_sizes`) within the store. Older ones of the
         same names are replaced.
 
         Args:
@@ -376,6 +381,10 @@ def run_path(path: str | Path | StorePath) -> RunPath:
     Args:
         path: A path of this machine, in which "~" is not expanded, or the URL of a store (gs:// or
             s3://). With one slash, as in a `pathlib.Path` of a URL, it counts as the URL too.
+
+    Returns:
+        A `StorePath` for the URL of a store, otherwise a `pathlib.Path`, also for the URL of any
+        other scheme. A `StorePath` is returned as it is.
 
     Raises:
         InputError: If the URL has no bucket.

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 
+import click
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from PIL import Image
 
 from solrl_jax.cli import main
 from solrl_jax.config.presets import released_models
+from solrl_jax.errors import RunError
 from solrl_jax.models.backbone import load_backbone
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.rl.trainable.lora_files import import_lora
@@ -22,6 +24,7 @@ from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.runs import metrics
 from solrl_jax.runs.directory import load_ema, read_run
 from solrl_jax.runs.evaluate import Evaluation
+from solrl_jax.storage.stores import StoreError, run_path
 from tests.small import SMALL
 
 TINY = "embedded:tiny-sana"
@@ -371,6 +374,18 @@ def test_arguments_in_messages_become_options():
         ("'a/seed=3': no such file", "'a/seed=3': no such file"),
     ):
         assert main.with_options(message, command) == expected
+
+
+def test_an_error_of_a_store_ends_a_command_in_one_line(monkeypatch):
+    @click.command()
+    def command():
+        raise StoreError(run_path("gs://bucket/run"), "permission denied")
+
+    monkeypatch.setattr(main.Commands, "get_command", lambda *_: command)
+    message = "gs://bucket/run: permission denied"
+    with pytest.raises(RunError, match=f"^{message}$") as refusal:
+        main.cli(["eval"], standalone_mode=False)
+    assert main.describe_failure(refusal.value) == (message, 1)
 
 
 def test_a_home_directory_is_expanded_where_options_are_read(trained, call, tmp_path, monkeypatch):

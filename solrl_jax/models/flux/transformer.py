@@ -258,7 +258,7 @@ class FluxSingleBlock(nnx.Module):
 
         Args:
             x: the text tokens, then the image tokens; under sequence parallelism (`shard_tokens`),
-                those of this device.
+                the s consecutive ones that this device has.
             condition: the sum of the embedded timestep, guidance scale and pooled text, after its
                 SiLU. From it the block computes the shift, scale and gate of its norm.
             rotation: cosines and sines of the rotary angles of these s tokens: two float32 arrays

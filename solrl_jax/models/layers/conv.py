@@ -121,7 +121,8 @@ def conv_upsampled(
 class DepthwiseConv(nnx.Module):
     """A convolution with one filter per channel, stride 1 and zero padding.
 
-    Images keep their size. Sums are in float32. The bias is zero at first.
+    Images keep their size. It computes in float32 and rounds once, to the dtype of its input (on a
+    TPU, the filters for BF16 images may be rounded to BF16 first). The bias is zero at first.
 
     Args:
         channels: The number of channels.

@@ -344,8 +344,10 @@ class TimeEmbedding(nnx.Module):
             dtype: dtype of both results, in which all but the float32 sinusoids are computed.
 
         Returns:
-            (modulation, embedding). modulation [b, 6 d]: six vectors side by side, which all blocks
-            share. embedding [b, d]: it modulates the output of the network.
+            (modulation, embedding). modulation [b, 6 d]: side by side, the shift, scale and gate of
+            the attention among image tokens, then those of the MLP. All blocks share them, and add
+            learned vectors of their own. embedding [b, d]: the embedding before the SiLU, from
+            which the network gets the shift and scale of its last norm.
         """
         embedded = self.emb.timestep_embedder(timestep, dtype)
         return self.linear(jax.nn.silu(embedded)), embedded
