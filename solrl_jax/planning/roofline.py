@@ -85,10 +85,10 @@ class Roofline:
         """Returns the seconds of one call, divided by what they are spent on.
 
         Returns:
-            A dict of seconds: "matmuls" (convolutions too), "attention", "memory" (all other
-                kernels)
-            and "links" (collectives). Their sum is the lower bound for one call. The collectives
-            that overlap with kernels add only the time by which they together exceed all kernels.
+            A dict of the seconds of "matmuls" (and convolutions), "attention", "memory" (all other
+            kernels) and "links" (collectives). Their sum is the lower bound for one call. The
+            collectives that overlap with kernels add only the time by which they together exceed
+            all kernels.
         """
         seconds = dict.fromkeys(KINDS, 0.0)
         for kernel in self.kernels:

@@ -288,8 +288,8 @@ class StorePath:
                 _client(self.scheme).rm([str((self / name).key) for name in names])
 
     def copy_all(self, target: "StorePath", last: str) -> None:
-        """Copies all objects below this path (those of `file_sizes`) within the store. Older ones of the
-        same names are replaced.
+        """Copies all objects below this path (those of `file_sizes`) within the store. Older ones
+        of the same names are replaced.
 
         Args:
             target: The path below which the copies are made, with the same scheme; the bucket may
