@@ -49,7 +49,8 @@ class ImageRewardConfig:
         text_eps: Epsilon of the layer norms of the text encoder.
         vocabulary: Number of tokens that the text encoder knows.
         positions: Greatest number of text tokens, at least `tokens`.
-        prompt_tokens: Number of tokens to which the reward pads or cuts a prompt; not read by the network.
+        prompt_tokens: Number of tokens to which the reward pads or cuts a prompt; not read by the
+            network.
     """
 
     image_size: int = 224
