@@ -266,7 +266,7 @@ def _save_comparison(
             one row per prompt, are read.
         names: The names of the first and the second policy, as headings.
         first: The images of the first policy, for the left side, with their prompts and, if there
-            is a verifier, whether it accepts each image (`right`), which is drawn as a mark.
+            is a verifier, whether it accepts each image (`accepted`), which is drawn as a mark.
         second: The images of the second policy for the same prompts, for the right side.
 
     Raises:

@@ -90,7 +90,8 @@ def command(
     Raises:
         ConfigError: If the preset or an override is invalid.
         InputError: If the run directory, an input file or a value in `processes` cannot be used,
-            the directory holds a run with other settings, or `force` is needed.
+            the directory holds another run (with other settings that the trained parameters depend
+            on), or `force` is needed.
         RunError: If processes are missing, or the run fails for another reason.
         SystemExit: With code 130, if training was interrupted.
     """

@@ -581,9 +581,10 @@ class Algorithm(Section):
             sample, from the steps that add noise where the objective trains on these. opsd, refl
             and draft do not read it.
         decay_type: How slowly the old policy follows the trained one. After each iteration the mean
-            of both replaces it, in which its weight is the decay rate. 0: the rate is 0. 1: it
-            grows by 0.001 per optimizer step of the run up to 0.5. 2: it is 0 up to step 75 and
-            then grows by 0.0075 per step up to 0.999. 3: as 1, but up to 0.3.
+            of both replaces it, in which its weight is the decay rate. 0: the rate is 0, so it
+            becomes the trained one. 1: the rate grows by 0.001 per optimizer step of the run up to
+            0.5. 2: it is 0 up to step 75 and then grows by 0.0075 per step up to 0.999. 3: as 1,
+            but up to 0.3.
         ema_decay: The decay rate of the EMA (an exponential moving average of the policy) per
             optimizer step, at least 0 and below 1. At step t, from 1, it is at most (1 + t) / (10 +
             t).

@@ -180,8 +180,8 @@ def load_instruction(path: str, field: str) -> str:
         field: The setting that names the file, e.g. "model.instruction", for messages.
 
     Returns:
-        The text of the file without one line feed at its end, to which prompts are joined as they
-        are. Other white space stays.
+        The text of the file without one line feed at its end. Other white space stays. Nothing is
+        put between this text and a prompt.
 
     Raises:
         InputError: If the file does not exist, is not UTF-8 text or is blank, or if the text has

@@ -89,7 +89,8 @@ class Backbone:
         Raises:
             ValueError: while tracing, if the network does not support `fp8_attention` or the size
                 of the latents, or if the mesh axis `sequence` does not divide the number of image
-                tokens or, in networks with blocks for text and image as one sequence, that of both.
+                tokens (in SANA, of their rows; with MHLA it must be 1) or, in networks with blocks
+                for text and image as one sequence, the number of tokens of both.
             KeyError: while tracing, if `pipeline.gradient_checkpointing` is not "none", "matmuls"
                 or "blocks".
         """

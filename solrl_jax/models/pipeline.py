@@ -181,8 +181,8 @@ class Pipeline(abc.ABC):
 
         Raises:
             InputError: `max_tokens` is out of range, or the tokenizer fails or has no vocabulary.
-                (The configurations of released models that this package carries for `solrl plan`
-                have none either, but return zeros of the right shape.)
+                (The tokenizers that this package carries for `solrl plan` have none either, but
+                return zeros of the right shape.)
         """
 
     @abc.abstractmethod

@@ -105,8 +105,8 @@ def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
     """Yields the instructions that start an asynchronous operation beside which a kernel runs.
 
     Asynchronous operations, collectives or others such as copies, have one instruction that starts
-    them and one that waits for their end.
-    A start is yielded if a kernel, a loop, a call or a synchronous collective stands between them.
+    them and one that waits for their end. A start is yielded if a kernel, a loop, a call or a
+    synchronous collective stands between the two.
 
     Args:
         steps: The instructions of one computation in the order in which they run.

@@ -54,8 +54,8 @@ def plan(
         generation of samples. "peak", "usable" and "fits" are the bytes that are needed, those that
         arrays may take, and whether the former fit. "phases" is a list with a dict per phase of the
         iteration: "name", "seconds", "peak" and "programs" (their memory, kernels and collectives).
-        "overrides" are those that were passed. Others are settings that take less memory or time;
-        `planning.plan.plan` lists them.
+        "overrides" are those that were passed. `planning.plan.plan` lists the other keys, such as
+        settings that take less memory or time.
 
     Raises:
         ConfigError: If the preset or an override is invalid, or the objective does not allow other

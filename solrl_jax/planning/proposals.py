@@ -221,9 +221,9 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
 
     The parameters are divided among all devices of the host, or among as many as `mesh.tensor` and
     `mesh.sequence` of the configuration leave. The backward pass computes whole blocks again. The
-    batch of the update is halved, down to 2, until memory in proportion to it would fit; that of
-    the rollout is the smaller of this batch and the plan's. Images of more than 512 pixels in
-    height or width are decoded in tiles of 512. Whether that fits is not known.
+    batch of the update is halved until memory in proportion to it would fit, and made even, at
+    least 2; that of the rollout is the smaller of this batch and the plan's. Images of more than
+    512 pixels in height or width are decoded in tiles of 512. Whether that fits is not known.
 
     Args:
         config: The configuration, which gives the largest image size and the mesh.

@@ -153,7 +153,7 @@ def _tpu(
 ) -> Target:
     """Returns the target of a TPU. Its network has the rate of the links, FP4 that of FP8, and
     float32 matmuls a third (reduced precision) or a sixth (full precision) of that of BF16. A host
-    has at most 8 chips in a two-dimensional torus, or 4.
+    has at most 8 chips if their torus has two dimensions, else 4.
 
     Args:
         name: Its name on the command line, e.g. "tpu-v5e".

@@ -49,7 +49,7 @@ def shard_map_kernel(f: Callable[..., Any], *, heads_axis: int | None = None) ->
     Rows are sharded over all mesh axes except `tensor` and `sequence`. An array with a single row
     is given whole to every device. If the number of rows is not a multiple of the number of shards,
     every device computes all rows. Without a mesh, `f` is called directly. Under `jax.vmap`, the
-    mapped axis is merged into the rows, and arrays without it are repeated along it.
+    mapped axis is merged into the rows, and arrays without it are repeated where necessary.
 
     Args:
         f: The kernel. It takes arrays, and returns an array or a tree of arrays, with rows first.

@@ -104,8 +104,8 @@ def _sharded_matmul(
     """Computes `x @ w`, of which each device of the mesh axis `tensor` computes some columns.
 
     The gradient of `x` is computed in shards of its columns, for which each device receives whole
-    rows of `w`; the shards are then gathered. If the mesh axis does not divide a number
-    of columns, every device computes them all.
+    rows of `w`; the shards are then gathered. Columns whose number the mesh axis does not divide
+    are all computed by every device.
 
     Args:
         x: Inputs [rows, n_in].

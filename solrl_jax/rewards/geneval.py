@@ -103,7 +103,7 @@ def geneval(
 
     Returns:
         "reward", the partial score: the mean closeness of numbers, colors and positions to the
-        request (`judge` lists its terms), at most 1 and possibly negative. "strict": 1 if
+        request (`score_request` lists its terms), at most 1 and possibly negative. "strict": 1 if
         everything is exactly as requested and else 0. Both are float32 arrays [n].
 
     Raises:

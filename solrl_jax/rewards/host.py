@@ -729,7 +729,8 @@ def _compare_pairs(
         ScoringFailure: If the function raised one; with the message of the first. Its scores are
             {"reward": the win rates} if the known preferences give any image one, else None. The
             comparison goes on after a ScoringFailure with some preferences, and ends at one without
-            any. Also without scores, if the function returned no numbers or one outside of [0, 1].
+            any. Also if the function returned no numbers or one outside of [0, 1]; then without
+            scores.
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))

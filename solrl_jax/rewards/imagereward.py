@@ -26,9 +26,9 @@ def imagereward(
     """Opens ImageReward. The score is standardized, about -2 to 2.
 
     Images of any size are rounded to 8 bits, resized with Pillow's bicubic kernel and
-    center-cropped to a square. Prompts are padded or cut to `config.tokens` tokens (35). Missing
-    files of the tokenizer are downloaded from the Hugging Face hub. Also adds BLIP's two special
-    tokens to the tokenizer object of this folder, which all rewards of the process share.
+    center-cropped to a square. Prompts are padded or cut to `config.prompt_tokens` tokens (35).
+    Missing files of the tokenizer are downloaded from the Hugging Face hub. Also adds BLIP's two
+    special tokens to the tokenizer object of this folder, which all rewards of the process share.
 
     Args:
         paths: The setting `reward.paths`: where the files are, by key. "imagereward": the

@@ -52,8 +52,8 @@ class NetworkReward(Reward):
 
         Args:
             mesh: The mesh that the parameters are placed on: arrays of at least 4096 elements are
-                split over its axes `tensor` and `fsdp` where these divide them; smaller ones are on
-                every device. None: JAX's default device.
+                split over its axes by the rules of `sharding.parameter_sharding`; smaller ones are
+                on every device. None: JAX's default device.
             dtype: float32, float16 or bfloat16. A 16-bit dtype is used for the weights (and
                 matmuls) of linear layers inside stacks of transformer layers only; all else stays
                 in float32.

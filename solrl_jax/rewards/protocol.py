@@ -309,8 +309,8 @@ class Reward:
 
         Args:
             mesh: The mesh that the parameters are placed on: arrays of at least 4096 elements are
-                split over its axes `fsdp` and `tensor` where these divide them; smaller ones are on
-                every device. None: the parameters stay where they are.
+                split over its axes by the rules of `sharding.parameter_sharding`; smaller ones are
+                on every device. None: the parameters stay where they are.
             dtype: No effect here. In `NetworkReward`, which overrides this method, it is the dtype
                 of the matmuls of its networks.
 

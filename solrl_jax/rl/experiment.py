@@ -210,8 +210,8 @@ class Experiment:
             noise_start: The first step that adds noise, or None for no noise, as for `schedule`.
 
         Returns:
-            A sampler that uses the policy for all steps and keeps no intermediate latents
-            (`recorded` is 0 and `query_steps` None). Each device generates
+            A sampler that uses the policy for all steps. It records no states (`recorded` is 0 and
+            `query_steps` None) and keeps no intermediate latents. Each device generates
             `rollout.per_device_batch_size` samples at once, or if that is smaller, the candidates
             of an iteration (of all its prompts) divided by the size of the mesh axes `data` and
             `fsdp` together, rounded up.

@@ -111,8 +111,9 @@ class Sampler:
 
         It starts at the latents after the first steps, which the caller gives as the noise
         (`SeedBatch.noise`). Solvers that use earlier predictions start without any. `count` is
-        subtracted from `query_steps` (None stays None), and all other fields keep their values. So
-        `recorded`, a number of steps, then counts from the first remaining step that adds noise.
+        subtracted from `query_steps` (None stays None); apart from `segments`, all other fields
+        stay. So `recorded`, a number of steps, then counts from the first remaining step that
+        adds noise.
 
         Args:
             count: The number of steps that are left out, at least 0, less than those of the first

@@ -148,8 +148,8 @@ def init_state(
             device, others divided over `fsdp` and, for the outputs of linear layers, `tensor`.
         start: Adapters by path, from `read_start`, for all three policies. Other paths get initial
             adapters (A Gaussian with the standard deviation 1 / rank, B zero), and so do unused
-            ranks of these (a column of A and a row of B that are both zero), which could not be
-            trained otherwise. None: all adapters are initial.
+            ranks of those in `start` (a column of A and a row of B that are both zero), which could
+            not be trained otherwise. None: all adapters are initial.
 
     Returns:
         The state on the mesh with step 0. The three policies have separate buffers.

@@ -54,7 +54,7 @@ def read_target(
             only those are accepted that `overrides` name.
 
     Returns:
-        A tuple: the configuration with the overrides (for a run without the `reward.options` of
+        A tuple: the configuration with the overrides (of a run: without the `reward.options` of
         rewards that they replaced), and the run directory as a path (None for a preset or a model).
 
     Raises:
@@ -351,7 +351,8 @@ def load_policy(
         Second, the number of iterations that they were trained for; 0 without a run.
 
     Raises:
-        RunError: If the checkpoint is damaged or has other arrays than `config` trains, or all do.
+        RunError: If the checkpoint is damaged or has other arrays than `config` trains; without
+            `path`, if that is so for all checkpoints.
         InputError: If the run has no checkpoint, its `config.yaml` cannot be read, or `lora.path`
             cannot be used, e.g. because its rank or alpha is not that of `config`.
         ConfigError: If the `config.yaml` of the run is invalid.

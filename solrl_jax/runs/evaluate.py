@@ -193,7 +193,7 @@ class ImageGrid:
         Args:
             prompts: The p prompts, one per row of the grid.
             samples: p * m samples with their images, the m samples of the first prompt first. Of
-                their scores, the first whose name ends in "/strict" decides `right`.
+                their scores, the first whose name ends in "/strict" decides `accepted`.
 
         Returns:
             The grid. Its images [p, m, ..., height, width, 3] are a view of those of the samples.
@@ -209,9 +209,9 @@ class ImageGrid:
 
     @property
     def marks(self) -> list[bool | None]:
-        """Whether a verifier accepts each image, a list of p * m values, row by row (`right`).
+        """Whether a verifier accepts each image, a list of p * m values, row by row (`accepted`).
 
-        All are None if `right` is None, because there is no verdict.
+        All are None if `accepted` is None, because there is no verdict.
         """
         if self.accepted is None:
             return [None] * (self.images.shape[0] * self.images.shape[1])

@@ -92,7 +92,7 @@ class Request:
         lora: A LoRA file, or a directory of PEFT (with `adapter_config.json`); only for a model.
             None: no LoRA.
         precision: The number format of all steps, also those of a run: "bf16" (the default) or
-            "fp32", "int8", "fp8" or "nvfp4" (which quantize linear layers), or "auto", the fastest
+            "fp32"; "int8", "fp8" or "nvfp4", which quantize linear layers; or "auto", the fastest
             that the device runs natively.
         max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
             None: the run's, or the model's default.

@@ -117,8 +117,8 @@ def _describe(config: Config, name: str) -> str:
 
     Returns:
         The text up to and with "has" or "have", e.g. "prompts.train='a.txt': its prompts have". For
-        code and questions it has only the name of the setting. The caller adds what happened to the
-        input.
+        code and questions, the setting is named without its value. The caller adds what happened to
+        the input.
     """
     kind, _, detail = name.partition("/")
     if kind == "prompts":
@@ -201,8 +201,8 @@ def _plugins(config: Config) -> list[str]:
 
 
 def _reward_functions(scores: Iterable[str]) -> list[str]:
-    """Returns the names of the rewards that give scores, in their order. Those that installed
-    packages provide (entry points) are replaced by their functions "module:function".
+    """Returns the names of the rewards that give scores, sorted, each once. Those that installed
+    packages provide (entry points) are then replaced by their functions "module:function".
 
     Args:
         scores: Names of scores, as in `reward.weights`, e.g. "shapes/strict".

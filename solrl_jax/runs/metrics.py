@@ -426,9 +426,9 @@ def _weights_and_biases(run_dir: RunPath) -> Iterator[Log]:
             working directory.
 
     Yields:
-        A function (iteration, values by name) that hands over a row, which is sent later. Its
-        horizontal axis is "iteration" and not the service's own step, so a resumed run may repeat
-        iterations; the earlier rows stay.
+        A function (iteration, values by name) that hands over a row, which is sent later. The
+        horizontal axis of its curves is "iteration" and not the service's own step, so a resumed
+        run may repeat iterations; the earlier rows stay.
 
     Raises:
         InputError: If Weights & Biases is not installed or cannot start.

@@ -229,7 +229,7 @@ def _changes(
         prefix: The dotted name of the section with a dot at its end; "" for the whole.
 
     Yields:
-        The dotted name of a field that is no section and its value in `end`, a dict as a whole.
+        The dotted name of a field that is no section, and its value in `end` (a dict as a whole).
     """
     for key, value in end.items():
         name = f"{prefix}{key}"

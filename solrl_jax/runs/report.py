@@ -316,13 +316,13 @@ def _read_plan(path: Path) -> dict[str, Any]:
 
     Returns:
         A dict with the plan's entries, unchanged and None if absent: "preset", "device" (its kind),
-        "devices" (per host), "hosts", "exploration" (the format, as a sentence), "rollout" (the sum
-        of the seconds of the phases that sample), "naive_scaling" (a dict of "seconds" and
-        "rollout" for a run that explores in the training precision) and "fits" (bool). Also
-        "usable" (bytes of memory per device) and "seconds" (of an iteration) as floats, and
-        "phases": for each phase a flat list of its name, its roofline seconds, the seconds if only
-        matmuls, only attention, only memory and only links between devices limited it, and its peak
-        memory in bytes.
+        "devices" (per host), "hosts", "exploration" (the format, as a sentence), "rollout" (the
+        seconds of the phases sync, explore and regenerate together), "naive_scaling" (a dict of
+        "seconds" and "rollout" for a run that explores in the training precision) and "fits"
+        (bool). Also "usable" (bytes of memory per device) and "seconds" (of an iteration) as
+        floats, and "phases": for each phase a flat list of its name, its roofline seconds, the
+        seconds if only matmuls, only attention, only memory and only links between devices limited
+        it, and its peak memory in bytes.
 
     Raises:
         InputError: If the file cannot be read or is no plan.

@@ -160,8 +160,8 @@ def run(
     all input has been accepted, `config.yaml` and `run.json` are written to the directory, and rows
     and ledger files after the checkpoint are dropped. Then follow per iteration a row of
     `metrics.jsonl` and a file in `ledger/`, and now and then checkpoints and images (`pictures/`).
-    At the end, also of a start without iterations left, `pictures/before-after.png` and the entry
-    "finished_after_iteration" of `run.json` are written.
+    At the end, also of a start without iterations left, `pictures/before-after.png` (unless
+    `eval.num_grid_images` is 0) and the entry "finished_after_iteration" of `run.json` are written.
 
     If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
     function returns. If it fails, that iteration is saved too (except after Diverged) and the error

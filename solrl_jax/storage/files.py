@@ -453,8 +453,8 @@ def write_manifest(directory: Path) -> None:
 def find_damage(directory: Path, *, contents: bool = True) -> str | None:
     """Compares a directory with the manifest that `write_manifest` wrote.
 
-    It raises no error: files that cannot be read, links, and a missing or damaged manifest (or
-    directory) are differences too.
+    It raises no error: files that cannot be read, links in place of files, and a missing or damaged
+    manifest (or directory) are differences too. Additional links to directories are not noticed.
 
     Args:
         directory: The directory.

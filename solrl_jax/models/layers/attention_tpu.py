@@ -75,8 +75,8 @@ def flash_attention(
     """Computes `softmax(scale * q k^T) v` for each head by JAX's Pallas kernel for TPUs. The
     softmax is in float32.
 
-    Call it only if `fits` is True. Differentiable in q, k and v. Lengths are padded to multiples of
-    the kernel's blocks (`block_size`), and the result is cut to its true length.
+    Call it only if `flash_attention_fits` is True. Differentiable in q, k and v. Lengths are padded
+    to multiples of the kernel's blocks (`block_size`), and the result is cut to its true length.
 
     A mesh, if one is set, must have the axis `tensor`, over which heads are divided. Samples are
     divided over all axes but `tensor` and `sequence`. If the size of these axes does not divide the

@@ -66,8 +66,8 @@ class Linear(nnx.Module):
 
         Args:
             x: The input [b, s, in], an array or a lazy activation (one that is computed when it is
-                read). A lazy one is computed here: a weight in FP8, INT8 or NVFP4 writes only its
-                codes and scales to memory, any other weight the activation itself.
+                read). A lazy one is computed here: for a weight in FP8, INT8 or NVFP4, only codes
+                and scales of `x` are written to memory, for any other weight `x` itself.
 
         Returns:
             The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, an

@@ -108,8 +108,9 @@ class LayerNorm(nnx.Module):
         If the norm has learned weights, only the factor is lazy.
 
         Args:
-            x: Activations before the norm, of any floating-point dtype. If `x` is not float32,
-                `norm(x)` is rounded to its dtype before the multiplication.
+            x: Activations before the norm, of any floating-point dtype. `norm(x)` is rounded to
+                this dtype before the multiplication, except in a kernel that computes the norm too,
+                in float32.
             factor: One factor per feature of each sample, the same for all tokens.
 
         Returns:

@@ -275,8 +275,8 @@ class QwenImagePipeline(Pipeline):
 
         Raises:
             InputError: `max_tokens` exceeds 1024, or the tokenizer fails or has no vocabulary. (The
-                configuration of Qwen-Image that this package carries for `solrl plan` has none
-                either, but returns zeros of the right shape.)
+                tokenizers that this package carries for `solrl plan` have none either, but return
+                zeros of the right shape.)
         """
         if max_tokens > MAX_TOKENS:
             raise InputError(

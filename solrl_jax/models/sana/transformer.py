@@ -303,8 +303,8 @@ class PatchEmbed(nnx.Module):
     def __call__(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
         """Returns the tokens of latents, row by row. n is the number of patches.
 
-        The coordinates of positions, if there are any, run from 0 up to `sample_size / patch_size /
-        interpolation_scale` (exclusive) for latents of every size.
+        The coordinates of positions, if there are any, run from 0 up to `sample_size // patch_size
+        / interpolation_scale` (exclusive) for latents of every size.
 
         Args:
             latent: latents. Height and width are multiples of the patch size.

@@ -48,7 +48,7 @@ class ImageRewardConfig:
         text_mlp: Hidden width of the text encoder's MLPs.
         text_eps: Epsilon of the layer norms of the text encoder.
         vocabulary: Number of tokens that the text encoder knows.
-        positions: Greatest number of text tokens, at least `tokens`.
+        positions: Greatest number of text tokens, at least `prompt_tokens`.
         prompt_tokens: Number of tokens to which the reward pads or cuts a prompt; not read by the
             network.
     """

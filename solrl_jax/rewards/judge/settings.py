@@ -305,8 +305,8 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
         InputError: If an option is missing, unknown or not accepted; if `score` is None for a
             question of the user's; if `scale`, `criteria` or `max_tokens` is not allowed with the
             score or with `extra`; or if the question is neither one of the package nor a UTF-8 text
-            file that is not blank, has at most 20,000 characters and no control characters, and has
-            {prompt} if it has any word in braces.
+            file that is not blank, has at most 20,000 characters and no control characters but
+            white space, and has {prompt} if it has any word in braces.
     """
     field = f"reward.options.{name}"
     fields = [entry.name for entry in dataclasses.fields(JudgeSettings)]

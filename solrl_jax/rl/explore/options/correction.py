@@ -110,8 +110,8 @@ def correct(
         basis: The directions U of the inputs, orthonormal columns in the training precision.
 
     Returns:
-        The leaf with U, `U^T W` in the dtype of U, and the quantized rest, from which U times this
-        rounded `U^T W` was subtracted.
+        The leaf with U, `U^T W` in the dtype of U, and the quantized rest: W minus U times this
+        rounded `U^T W`.
     """
     exact = basis.astype(jnp.float32)
     w = sharding.replicate(w)

@@ -64,9 +64,9 @@ class Preview(ExplorationOption):
             schedule: The schedule that is replaced by one of as many steps.
 
         Returns:
-            The schedule, with the guidance of the full one and without noise, which the
-            configuration does not allow with this option. If `schedule` has at least as many steps
-            as the full one, the full schedule itself.
+            The schedule, with the guidance of the full one and without noise (with this option, the
+            configuration allows none). If `schedule` has at least as many steps as the full one,
+            the full schedule itself.
 
         Raises:
             numpy.linalg.LinAlgError: If the base predicts values that are not finite.
