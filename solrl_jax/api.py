@@ -289,26 +289,21 @@ def rank(
             does nothing.
 
     Returns:
-        One dictionary per combination. An undefined figure is NaN, and h is half of `rollout.kept`,
-        rounded down and at least 1.
-
-        * "explore" (the name of the options, "" for the experiment's own), "precision" (the format
-          itself, not "auto"; `rollout.precision` for a format that quantizes nothing) and "steps"
-          identify the combination.
-        * "candidates" (per prompt), "kept", "prompts" and "top_k" (4) are counts.
-        * "per_prompt": a list with a dictionary per prompt: its text as "prompt", and the next
-          seven figures. Beside the list, each figure is the mean over the prompts for which it is
-          defined.
-        * "spearman" and "kendall": the rank correlations of proxy and true rewards, undefined if
-          all proxy or all true rewards are equal.
-        * "top_k_match": the fraction of the 4 truly best candidates that is among the h best by
-          proxy. "bottom_k_match": the same for the worst.
-        * "top_k_regret": the mean true reward of the 4 truly best candidates minus that of the 4
-          truly best among the h best by proxy, as a fraction of the range of true rewards. If h is
-          below 4, the smallest true reward stands in for those that are missing.
-        * "true_rank_best" and "true_rank_worst": the mean true rank, 1 for the best, of the h best
-          and the h worst by proxy.
-        * "perfect_rank_best" and "perfect_rank_worst": the same for a perfect proxy.
+        One dictionary per combination. "explore" (the name of the options, "" for the experiment's
+        own), "precision" (the format itself, not "auto"; `rollout.precision` for a format that
+        quantizes nothing) and "steps" identify it. "candidates" (per prompt), "kept", "prompts" and
+        "top_k" (4) are counts. The figures follow; each is the mean over the prompts for which it
+        is defined. An undefined figure is NaN, and h is half of `rollout.kept`, rounded down and at
+        least 1. "spearman" and "kendall" are the rank correlations of proxy and true rewards,
+        undefined if all proxy or all true rewards are equal. "top_k_match" is the fraction of the 4
+        truly best candidates that is among the h best by proxy, and "bottom_k_match" the same for
+        the worst. "top_k_regret" is the mean true reward of the 4 truly best candidates minus that
+        of the 4 truly best among the h best by proxy, as a fraction of the range of true rewards
+        (if h is below 4, the smallest true reward stands in for those that are missing).
+        "true_rank_best" and "true_rank_worst" are the mean true ranks, 1 for the best, of the h
+        best and the h worst by proxy; "perfect_rank_best" and "perfect_rank_worst" are the same for
+        a perfect proxy. "per_prompt" is a list with a dictionary per prompt: its text as "prompt",
+        and its figures but those of a perfect proxy.
 
     Raises:
         InputError: If `prompts` is not from 1 to the number of test prompts, an entry of a list or

@@ -283,10 +283,10 @@ def make_samplers(
     Returns:
         The sampler of exploration and that of regeneration, also if nothing is regenerated. The one
         whose samples are trained on (that of exploration if nothing is regenerated) records the
-        states that the objective trains at. Where both phases have the same first steps
-        (`continued_steps`, only with `explore.exact_steps` above 0), exploration keeps the latents
-        after them, and the regeneration has only the steps that follow. The caller must give it
-        these latents as the noise.
+        states that the objective trains at. Where both phases have the same first steps in the
+        training precision (`continued_steps`), exploration keeps the latents after them, and the
+        regeneration has only the steps that follow. The caller must give it these latents as the
+        noise.
 
     Raises:
         KeyError: If there is no such format, or the base has no parameter of a path in `old`.

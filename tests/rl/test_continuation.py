@@ -174,7 +174,9 @@ def test_the_host_must_hold_the_latents_between_both_phases(objective, factor):
         overrides += objective
         experiment = toy_experiment(*STEPS, *overrides, "rollout.explore.precision=nvfp4")
         pipeline = experiment.backbone.pipeline
-        requests = memory_check._requests(experiment.config, pipeline, TrainedPaths(()), 1, {}, 1e9)
+        requests = memory_check._requests(
+            experiment.config, pipeline, TrainedPaths(()), 1, {}, 10**9, 1e9
+        )
         return requests[0].unit
 
     assert candidate_bytes("rollout.explore.exact_steps=1") == factor * candidate_bytes()

@@ -236,11 +236,11 @@ def test_a_start_that_was_replaced_writes_nothing_more(root):
         opened.log(1, {"reward": 0.5})
         save(root, 1, 1.0)
         (run / ".lock").write_bytes(b"process 7 on elsewhere")
-        before = run.files()
+        before = run.file_sizes()
         for write in (lambda: opened.log(2, {"reward": 0.5}), lambda: save(root, 1, 10.0)):
             with pytest.raises(RunError, match=rf"^another .* {run}: process 7 on elsewhere$"):
                 write()
-        assert run.files() == before
+        assert run.file_sizes() == before
     assert value_of(root / "000001") == 1
 
 
@@ -250,10 +250,10 @@ def test_a_start_that_is_replaced_during_a_save_leaves_the_checkpoint_of_the_oth
     finish = store_writer.begin(root, 2, state(2.0), {}, keep=1)
     (root / "000001").copy_all(root / "000002", last=files.MANIFEST)
     (run / ".lock").write_bytes(b"process 7 on elsewhere")
-    before = run.files()
+    before = run.file_sizes()
     with pytest.raises(RunError, match=rf"^another .* {run}: process 7 on elsewhere$"):
         finish()
-    assert run.files() == before
+    assert run.file_sizes() == before
 
 
 def test_the_record_is_written_anew_with_each_row(stored, object_store):
@@ -271,7 +271,7 @@ def test_the_record_is_written_anew_with_each_row(stored, object_store):
         {"iteration": 1, "reward": 0.5},
         {"iteration": 2, "reward": None},
     ]
-    (size,) = (stored / "tensorboard").files().values()  # one start, one file
+    (size,) = (stored / "tensorboard").file_sizes().values()  # one start, one file
     assert size > 100
     with (
         files.exclusive_lock(stored),
@@ -279,7 +279,7 @@ def test_the_record_is_written_anew_with_each_row(stored, object_store):
     ):
         opened.log(2, {"reward": 0.7})
     # TensorBoard hides repeated iterations only within one directory.
-    names = list((stored / "tensorboard").files())
+    names = list((stored / "tensorboard").file_sizes())
     assert [name[-5:] for name in names] == [".0000", ".0001"]
     assert not any("/" in name for name in names)
     (stored / "metrics.jsonl").write_bytes(b'bad\n{"iteration": 1}\n')
@@ -430,7 +430,7 @@ def test_a_run_that_is_killed_six_times_ends_as_on_a_disk_to_the_bit(
             checkpoint.verify(path)
         unfinished = set((stored / "checkpoints").iterdir()) - set(complete)
         kill["last_checkpoint"] = int(complete[0].name) if complete else 0
-        kill["files_without_a_manifest"] = sum(len(path.files()) for path in unfinished)
+        kill["files_without_a_manifest"] = sum(len(path.file_sizes()) for path in unfinished)
         # run.checkpoint_every=1: an iteration that was reported is never lost.
         assert kill["last_checkpoint"] >= reported()
         kills.append(kill)

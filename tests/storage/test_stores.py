@@ -58,7 +58,7 @@ def test_files_are_written_listed_read_and_removed(stored, tmp_path):
     with files.atomic_directory(stored / "folder") as partial:
         (partial / "deep").mkdir()
         (partial / "deep" / "c").write_text("c")
-    assert stored.files() == {"a.txt": 4, "b.bin": 3, "folder/deep/c": 1}
+    assert stored.file_sizes() == {"a.txt": 4, "b.bin": 3, "folder/deep/c": 1}
     assert [path.name for path in stored.iterdir()] == ["a.txt", "b.bin", "empty", "folder"]
     assert [path.name for path in stored.glob("*.txt")] == ["a.txt"]
     assert (stored / "a.txt").is_file()
@@ -72,7 +72,7 @@ def test_files_are_written_listed_read_and_removed(stored, tmp_path):
     (stored / "a.txt").unlink()
     (stored / "a.txt").unlink()
     files.remove_directory(stored / "folder")
-    assert stored.files() == {"b.bin": 3}
+    assert stored.file_sizes() == {"b.bin": 3}
 
 
 def test_the_beginning_of_an_object_is_read_without_the_rest(stored, tmp_path, monkeypatch):
@@ -145,7 +145,7 @@ def test_a_store_that_refuses_is_one_line(stored, object_store):
     with pytest.raises(InputError, match=r"written: there is no bucket no-such-bucket$"):
         files.writable_directory(missing)
     assert files.writable_directory(stored) == stored
-    assert stored.files() == {"a": 1}
+    assert stored.file_sizes() == {"a": 1}
 
 
 def test_a_store_whose_package_is_missing_says_what_to_install(monkeypatch):
