@@ -259,7 +259,7 @@ def _library(step: Instruction, name: str) -> tuple[float, str]:
 
     Known are matmuls, convolutions and attention of cuBLAS and cuDNN, and JAX's attention for TPUs.
     Any other Pallas kernel has the operations that its `cost_estimate` states. All other functions
-    have 0.
+    have 0, and so have those without a result.
 
     Args:
         step: The instruction that calls the function ("custom-call").

@@ -117,10 +117,10 @@ def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
         if step.opcode.endswith("-start"):
             before[step] = ran
         elif step.opcode.endswith("-done"):
-            # `send` and `recv` have a done, but no start.
+            # `send` and `recv` have a done, but no instruction with "-start".
             if ran > before.get(step.operands[0], ran):
                 yield step.operands[0]
-        elif step.opcode not in NO_WORK_OPCODES:
+        elif step.opcode not in NO_WORK_OPCODES | {"send", "recv"}:
             ran += 1
 
 

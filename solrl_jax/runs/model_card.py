@@ -426,7 +426,7 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
     ]
     lines = [f"| score | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
     for name in names:
-        watched = any(
+        watched = name not in config.reward.weights and any(
             name == reward or name.startswith(f"{reward}/") for reward in config.reward.eval_only
         )
         values = [_with_error(row, f"eval/{name}") for row in evaluations]

@@ -617,7 +617,7 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
         (section, metric, title) of every figure, e.g. ("rewards", "eval/reward", "Held-out reward,
         trained on"). The sections are "rewards", those of `_FIGURES` and "cost". Other scores have
         the title "NAME, held-out", or "NAME, watched only" if each run that has the score watches
-        it (or its reward), and costs "REWARD: COUNTER per iteration".
+        it (or its reward) and does not train on it, and costs "REWARD: COUNTER per iteration".
     """
     scores = dict.fromkeys(
         key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]
@@ -628,7 +628,8 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
         if all(run["trained"] == [name] for run in having):
             continue
         if all(
-            any(name == other or name.startswith(f"{other}/") for other in run["watched"])
+            name not in run["trained"]
+            and any(name == other or name.startswith(f"{other}/") for other in run["watched"])
             for run in having
         ):
             title = f"{name}, watched only"

@@ -167,7 +167,8 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
-            "overrides" (a list of `key=value`; without it, none), "device", "exploration" (a text
+            "overrides" (a list of `key=value`; without it, none but "objective" if there is a phase
+            "targets"), "device", "exploration" (a text
             whose first word is the number format) and "phases" (a list of dicts with "name" and
             "seconds"): "explore", "regenerate", "score", "update", and possibly "sync" and
             "targets". Without "sync" or "score" that price is 0. If exploration has the training
@@ -178,13 +179,33 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
 
     Raises:
         ConfigError: If there is no such preset, or an override is invalid.
+        InputError: If the plan has an objective `module:function`, or other values of
+            `rollout.explore.exact_steps` and `algorithm.kl_fraction` than 0 and 1, with which its
+            seconds do not divide into prices.
         KeyError: If an entry or a phase is missing, e.g. "regenerate".
         TypeError: If an entry is of another type. Other malformed plans raise ValueError,
             AttributeError or IndexError.
     """
     seconds = {phase["name"]: phase["seconds"] for phase in plan["phases"]}
-    config = resolve(plan["preset"], tuple(plan.get("overrides", ())))
+    overrides = plan.get("overrides")
+    if overrides is None:  # a plan of an older version, which names the objective alone
+        overrides = [f"objective={plan.get('objective', 'opsd')}"] if "targets" in seconds else []
+    config = resolve(plan["preset"], tuple(overrides))
     rollout = config.rollout
+    # A plan may be a stranger's file, so no function that it names is imported.
+    if is_plugin(config.algorithm.objective):
+        raise InputError(
+            f"algorithm.objective={config.algorithm.objective}: expected a plan of an objective of "
+            "the package"
+        )
+    for field, value, default in (
+        ("rollout.explore.exact_steps", rollout.explore.exact_steps, 0),
+        ("algorithm.kl_fraction", config.algorithm.kl_fraction, 1),
+    ):
+        if value != default:
+            raise InputError(
+                f"{field}={value}: expected a plan with {default}; the prices do not depend on it"
+            )
     prompts = config.train.num_prompts
     pool = prompts * rollout.candidates
     kept = prompts * rollout.kept
@@ -230,7 +251,8 @@ def find_prices(name: str) -> Prices:
 
     Raises:
         InputError: If there are no such prices, or the file is not such a plan, e.g. one of an
-            unknown preset or with seconds that are not above 0.
+            unknown preset, with seconds that are not above 0 or with overrides that `prices_of`
+            refuses.
     """
     if name in (packaged := packaged_prices()):
         return packaged[name]
@@ -241,6 +263,8 @@ def find_prices(name: str) -> Prices:
         ):
             raise ValueError("its seconds must be above 0")
         return prices
+    except InputError as error:
+        raise InputError(f"prices={name}: {error}") from error
     except FileNotFoundError:
         raise InputError(f"prices={name}: no file, and none of {', '.join(packaged)}") from None
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:

@@ -109,6 +109,14 @@ def test_a_send_without_a_start_is_no_collective():
   %end = token[] send-done(%sent), channel_id=1
   ROOT %r = f32[4,8]{1,0} add(%x, %x)"""
     assert collectives(hlo.parse(f"{HEAD}  {operations}\n}}\n"), 8) == []
+    gather = "(f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%x)"
+    operations = f"""%token = token[] after-all()
+  %s = {gather}, replica_groups=[4,2]<=[8], dimensions={{0}}
+  %sent = (f32[4,8]{{1,0}}, u32[], token[]) send(%x, %token), channel_id=1
+  %end = token[] send-done(%sent), channel_id=1
+  ROOT %d = f32[8,8]{{1,0}} all-gather-done(%s)"""
+    (collective,) = collectives(hlo.parse(f"{HEAD}  {operations}\n}}\n"), 8)
+    assert not collective.overlaps  # no kernel runs meanwhile
 
 
 def test_a_collective_within_an_asynchronous_computation_overlaps():

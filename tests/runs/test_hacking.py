@@ -70,6 +70,9 @@ def test_a_score_that_stops_rising_is_compared_with_its_highest_value():
     assert not hacking_alarms(rows, no_error, ["clip"])
     for value in (None, float("nan")):
         assert not hacking_alarms(rows, row(12, 0.65, value), ["clip"])
+    assert not hacking_alarms(
+        rows, row(12, 0.65, 0.6, **{"eval/clip/standard_error": None}), ["clip"]
+    )
     absent = row(12, 0.65, 0.6)
     del absent["eval/clip"]
     assert not hacking_alarms(rows, absent, ["clip"])

@@ -1,5 +1,6 @@
 """Publishing a run: the folder with its model card, and the upload."""
 
+import dataclasses
 import inspect
 import json
 import os
@@ -19,6 +20,7 @@ from solrl_jax.models.registry import PIPELINES
 from solrl_jax.models.wan.pipeline import WanPipeline
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.runs import model_card
+from solrl_jax.runs.directory import read_run
 from solrl_jax.storage.hub import CARRIED
 from tests.hub_server import serve
 
@@ -74,6 +76,11 @@ def test_the_folder_holds_weights_images_and_a_card_with_everything(run, tmp_pat
         ]
         assert f"| {label} | {' | '.join(cells)} |" in card
     assert "| score | before training | after iteration 2 |" in card
+    config = read_run(run)
+    part = dataclasses.replace(config.reward, weights={"tiny-clip/raw": 1.0})
+    trained = model_card._scores(run, dataclasses.replace(config, reward=part), 2)
+    assert "tiny-clip/raw (not trained on)" not in trained
+    assert "tiny-clip (not trained on)" in trained
     assert 'pipeline.load_lora_weights("me/lora")' in card
     (command,) = (line for line in card.splitlines() if line.startswith("solrl train tiny "))
     assert " rollout.schedule=sd3 " in command

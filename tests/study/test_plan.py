@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,29 @@ def test_a_plan_with_other_numbers_of_samples_and_steps_has_the_same_prices():
     for name in ("scored", "trained", "synced"):
         assert getattr(prices, name) == pytest.approx(getattr(expected, name), rel=1e-12)
     assert prices.network == pytest.approx(dict(expected.network), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.explore.exact_steps=1", "rollout.explore.exact_steps=1: expected a plan with 0;"),
+        ("algorithm.kl_fraction=0.25", "algorithm.kl_fraction=0.25: expected a plan with 1;"),
+        ("objective=tests.outside:gone", "algorithm.objective=tests.outside:gone: expected a plan"),
+    ],
+)
+def test_a_plan_that_does_not_divide_into_prices_is_refused(override, message, tmp_path):
+    """An objective outside the package is not imported: a plan may be a stranger's file."""
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**PLANS["flux1-b200"], "overrides": [override]}))
+    with pytest.raises(InputError, match=re.escape(message)):
+        find_prices(str(path))
+
+
+def test_a_plan_of_an_older_version_has_the_objective_alone():
+    plan = PLANS["flux1-b200"]
+    phase = {"name": "targets", "seconds": 48 * 24 * 3 * 0.5}
+    old = {**plan, "objective": "opsd", "phases": [*plan["phases"], phase]}
+    assert prices_of(old).differentiated == pytest.approx(0.5)
 
 
 def test_prices_come_from_a_plan_of_ones_own(tmp_path):
