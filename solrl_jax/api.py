@@ -316,7 +316,7 @@ def rank(
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
     """
     available = len(experiment.test_prompts)
-    if prompts not in range(1, available + 1):
+    if isinstance(prompts, float) or prompts not in range(1, available + 1):
         raise InputError(
             f"prompts={brief_repr(prompts)}: must be from 1 to {available}, the number of test "
             "prompts"
@@ -595,7 +595,7 @@ def export(
         for option, flag in (("private", private), ("dry_run", dry_run)):
             if flag:
                 raise InputError(f"{option}=True: is for an upload; it needs hub=OWNER/NAME")
-        out = Path(expand_home(str(out)))
+        out = _local_path("out", expand_home(str(out)))
         return _export_files(
             directory, out, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
             force=force,
@@ -608,7 +608,7 @@ def export(
             f"hub={hub}: {directory} is in an object store; a run is published from a disk, so "
             "copy it to one"
         )
-    folder = directory / "hub" if out is None else Path(expand_home(str(out)))
+    folder = directory / "hub" if out is None else _local_path("out", expand_home(str(out)))
     config = read_run(directory)
     check_replaceable(folder)
     files.refuse_existing("out", [folder], force, folders=True)
@@ -744,9 +744,9 @@ def export_lora(
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
     table = experiment.backbone.parameter_table()
     if form == "peft":
-        lora_files.export_peft(Path(path), adapters, settings, table)
+        lora_files.export_peft(_local_path("path", path), adapters, settings, table)
     else:
-        lora_files.export_diffusers(Path(path), adapters, settings, table)
+        lora_files.export_diffusers(_local_path("path", path), adapters, settings, table)
 
 
 def export_transformer(experiment: Experiment, trained: Trainable, folder: str | Path) -> None:
@@ -769,7 +769,24 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
         RunError: If the disk refuses.
     """
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
-    transformer_files.export_transformer(Path(folder), experiment.backbone, trained, settings)
+    folder = _local_path("folder", folder)
+    transformer_files.export_transformer(folder, experiment.backbone, trained, settings)
+
+
+def _local_path(argument: str, path: str | Path) -> Path:
+    """Returns a path to write to, and refuses object stores, to which nothing is exported.
+
+    Args:
+        argument: The name of the argument that has the path, for the message.
+        path: The path, in which `~` is not expanded.
+
+    Raises:
+        InputError: If it is the URL of an object store (gs:// or s3://).
+    """
+    local = run_path(path)
+    if not isinstance(local, Path):
+        raise InputError(f"{argument}={path}: expected a path on this machine, not in a store")
+    return local
 
 
 def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, LoraSettings]:

@@ -73,6 +73,22 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
         lambda e: unwrap(solrl.export_lora)(e, {}, "x.safetensors", "xyz"),
         "form='xyz': accepted: diffusers, peft",
     ),
+    "a LoRA in a store": (
+        lambda e: unwrap(solrl.export_lora)(e, {}, "gs://b/x.safetensors"),
+        "path=gs://b/x.safetensors: expected a path on this machine, not in a store",
+    ),
+    "a transformer in a store": (
+        lambda e: unwrap(solrl.export_transformer)(e, {}, Path("s3://b/x")),
+        "folder=s3:/b/x: expected a path on this machine, not in a store",
+    ),
+    "a run exported to a store": (
+        lambda _: unwrap(solrl.export)("run", "gs://b/x.safetensors"),
+        "out=gs://b/x.safetensors: expected a path on this machine, not in a store",
+    ),
+    "a number of prompts that is no integer": (
+        lambda e: unwrap(solrl.rank)(e, None, prompts=2.0),
+        "prompts=2.0: must be from 1 to ",
+    ),
     "another form of a run": (
         lambda _: unwrap(solrl.export)("run", "x.safetensors", form="xyz"),
         "form='xyz': accepted: diffusers, peft",

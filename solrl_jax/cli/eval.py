@@ -118,7 +118,7 @@ def command(
     """
     other = None
     if paired:
-        if not overrides or "=" in overrides[0]:
+        if not overrides or ("=" in overrides[0] and not _is_policy(overrides[0])):
             raise InputError(
                 "--paired: expected two runs or models, e.g. solrl eval runs/a runs/b --paired"
             )
@@ -192,6 +192,16 @@ def command(
         as_json,
         "\n".join(lines),
     )
+
+
+def _is_policy(text: str) -> bool:
+    """Whether an argument names a run or a directory, although it has a "=" as settings do.
+
+    Args:
+        text: The argument, a path in which `~` is expanded, or the URL of a run.
+    """
+    path = expand_home(text)
+    return is_run(path) or Path(path).is_dir()
 
 
 def _eval_only_override(config: Config, names: str | None) -> tuple[str, ...]:

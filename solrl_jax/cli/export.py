@@ -58,7 +58,7 @@ def command(
     \b
     solrl export runs/demo --out lora.safetensors
     solrl export runs/demo --hub me/my-lora --dry-run     # writes runs/demo/hub with a model card
-    solrl export runs/demo --hub me/my-lora               # and uploads it
+    solrl export runs/demo --hub me/my-lora --force       # and uploads it
 
     \f
     Args:

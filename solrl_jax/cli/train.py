@@ -1,6 +1,7 @@
 """`solrl train`: trains a preset, or resumes a run."""
 
 import math
+import shlex
 import shutil
 import sys
 from typing import Any
@@ -135,7 +136,7 @@ def closing_lines(summary: dict[str, Any], html_report: bool) -> str:
         Three lines, joined by line feeds; the last has both commands. They begin with "solrl", or
         with the path of the running program if that is not on PATH.
     """
-    run = summary["run"]
+    run = shlex.quote(summary["run"])
     program = "solrl" if shutil.which("solrl") else sys.argv[0]
     report = f"open {run}/report.html in a browser" if html_report else f"{program} report {run}"
     generate = f"{program} generate {run} --prompts FILE --out images"

@@ -18,6 +18,7 @@ One that trains on the gradient of the reward has a second function, which makes
     def loss(velocities, target, algorithm): ...
 """
 
+import contextlib
 import importlib
 import os
 import sys
@@ -177,7 +178,8 @@ def load_objective(name: str) -> Objective:
         sys.path.append(os.getcwd())
     module, _, function = name.partition(":")
     try:
-        objective = getattr(importlib.import_module(module), function)
+        with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
+            objective = getattr(importlib.import_module(module), function)
     except Exception as error:
         raise InputError(
             f"algorithm.objective={name!r}: cannot be imported ({type_and_message(error)})"

@@ -153,9 +153,11 @@ def _refuse_foreign_rewards(
         InputError: If `config` names such functions or services and the overrides do not.
     """
     explore = dataclasses.replace(saved.rollout.explore, reward=None)
+    # Two names that stand for any others, because `reward.combine=advantages` requires two.
+    placeholders = {"": 1.0, "-": 1.0}
     without_rewards = dataclasses.replace(
         saved,
-        reward=dataclasses.replace(saved.reward, weights={"": 1.0}, eval_only=(), options={}),
+        reward=dataclasses.replace(saved.reward, weights=placeholders, eval_only=(), options={}),
         rollout=dataclasses.replace(saved.rollout, explore=explore),
     )
     chosen_by_user = _foreign_names(override(without_rewards, overrides))
@@ -298,7 +300,7 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
         if is_run(target) and checkpoint.newest_usable(root, verify_quickly) is None:
             raise InputError(f"{target}: has no checkpoint yet")
         return None
-    if which != "best" and not is_short_digits(which):
+    if not isinstance(which, str) or (which != "best" and not is_short_digits(which)):
         raise InputError(f"{name}: must be best, latest or an iteration")
     if not is_run(target):
         raise InputError(f"{name}: {target} is no run directory; only runs have checkpoints")

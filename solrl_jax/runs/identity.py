@@ -13,7 +13,8 @@ import operator
 from typing import Any
 
 from solrl_jax.config.schema import Config
-from solrl_jax.config.serialization import drop_defaults, to_tree, to_yaml
+from solrl_jax.config.serialization import drop_defaults, from_yaml, to_tree, to_yaml
+from solrl_jax.config.values import ConfigError
 from solrl_jax.errors import InputError
 from solrl_jax.quant.formats import AUTO, resolve_format
 from solrl_jax.rewards.judge.settings import FREE as JUDGE_FREE
@@ -132,6 +133,22 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
             f"{name} records {last} iterations, but {root} holds no checkpoint; put the "
             "checkpoints back, or name another directory"
         )
+
+
+def check_record(config: Config) -> None:
+    """Checks that the `config.yaml` of a run with this configuration can be read again.
+
+    Args:
+        config: The resolved configuration.
+
+    Raises:
+        InputError: If its text is longer than the 65,536 characters that `from_yaml` accepts, or is
+            nested too deeply.
+    """
+    try:
+        from_yaml(to_yaml(config))
+    except ConfigError as error:
+        raise InputError(f"the configuration is too large for a run: {error}") from error
 
 
 def write_config(folder: RunPath, config: Config) -> None:

@@ -294,7 +294,7 @@ def _open_image(path: RunPath, kind: str) -> Iterator["Image"]:
             raise ValueError("not a regular file")
         with path.open("rb") as file:
             with warnings.catch_warnings():
-                # The grid of a run may be as large as Pillow's limit.
+                # The grid of a run may be larger than where Pillow warns.
                 warnings.simplefilter("ignore", Image.DecompressionBombWarning)
                 image = Image.open(file, formats=[kind])
             yield image

@@ -7,6 +7,7 @@ hashes are saved with every checkpoint, and a resumed run is refused if its inpu
 import hashlib
 import importlib.util
 import json
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -221,17 +222,19 @@ def _source_file(plugin: str) -> Path | None:
         plugin: The function, as "module:function".
 
     Returns:
-        The file; None if the module is not found or has no file, such as a built-in one.
+        The file; None if the module is not found or has no file, such as a built-in one or
+        `__main__` in a notebook.
 
     Raises:
         ModuleNotFoundError: If a package that the module is in does not exist.
-        ValueError: If the module has been imported and has no `__spec__`, such as `__main__`.
     """
-    spec = importlib.util.find_spec(plugin.partition(":")[0])
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin)
-    return path if path.is_file() else None
+    name = plugin.partition(":")[0]
+    if name in sys.modules:  # `__main__` has a file, but no spec; in a notebook it has neither
+        source = getattr(sys.modules[name], "__file__", None)
+    else:
+        spec = importlib.util.find_spec(name)
+        source = None if spec is None else spec.origin
+    return Path(source) if source is not None and Path(source).is_file() else None
 
 
 def _digest(data: bytes) -> str:

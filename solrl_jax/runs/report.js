@@ -291,9 +291,11 @@ function pools() {
       shown.replaceChildren(...[...grouped(iterations.get(i), "prompt")].map(block));
     };
     const {controls, update} = slider("pools-at", ascending(iterations.keys()), say, show);
-    controls.prepend(chooser(run, choose) || "");
-    above.replaceChildren(iterations.size ? controls : "");
+    const others = chooser(run, choose) || "";
+    if (iterations.size) controls.prepend(others);
+    above.replaceChildren(iterations.size ? controls : others);
     if (iterations.size) update();
+    else shown.replaceChildren();
   };
   const drawn = ascending(runs.flatMap(run => run.pools.map(pool => pool.iteration)));
   const where = drawn.length ? ` Pictures are of iterations ${drawn.join(", ")}${one ? "" : " of some runs"}.` : "";

@@ -27,7 +27,13 @@ from solrl_jax.runs.directory import read_run
 from solrl_jax.runs.image_files import read_grid, read_moving_grid
 from solrl_jax.runs.report_figures import Line, curves
 from solrl_jax.storage.files import atomic_write, disk_reason
-from solrl_jax.storage.readers import MOST_TEXT, parse_json, read_bytes, read_start
+from solrl_jax.storage.readers import (
+    MOST_TEXT,
+    parse_json,
+    read_bytes,
+    read_start,
+    to_strict_json,
+)
 from solrl_jax.storage.stores import RunPath
 
 if TYPE_CHECKING:
@@ -124,7 +130,8 @@ def write(
         "plan": planned,
     }
     # With "<" escaped, no text of a run can end the script element that holds it.
-    data = json.dumps(content, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+    data = json.dumps(to_strict_json(content), allow_nan=False, separators=(",", ":"))
+    data = data.replace("<", "\\u003c")
 
     def part(name: str) -> str:
         return Path(__file__).with_name(name).read_text(encoding="utf-8")

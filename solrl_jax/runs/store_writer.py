@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+import threading
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -85,6 +86,8 @@ def begin(
 
     staging = Path(tempfile.gettempdir()) / f"{_staging_prefix(root)}{uuid.uuid4().hex}"
 
+    published = threading.Event()
+
     @reports_errors
     def prepare() -> None:
         if jax.process_index() == 0:
@@ -118,6 +121,7 @@ def begin(
         (staging / META).write_text(header)
         files.write_manifest(staging)
         files.upload_directory(staging, target, without=uploaded)
+        published.set()
 
     @reports_errors
     def remove_old() -> None:
@@ -131,7 +135,8 @@ def begin(
             consensus.on_every("save/write", write)
             consensus.from_first("save/publish", publish)
         except BaseException:
-            if jax.process_index() == 0:  # the others do not wait for that
+            # The others do not wait for that. A complete checkpoint stays, if only they are lost.
+            if jax.process_index() == 0 and not published.is_set():
                 with contextlib.suppress(RunError):
                     files.check_owner(root.parent)  # a later start may have saved it, too
                     files.remove_directory(target)

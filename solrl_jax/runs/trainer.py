@@ -45,7 +45,12 @@ from solrl_jax.rl.state import TrainState
 from solrl_jax.runs import checkpoint, image_files, ledger, profiling, record
 from solrl_jax.runs.evaluate import base_parameters_like, evaluate, sample_grid
 from solrl_jax.runs.hacking import hacking_alarms
-from solrl_jax.runs.identity import fingerprint, refuse_another_run, write_config
+from solrl_jax.runs.identity import (
+    check_record,
+    fingerprint,
+    refuse_another_run,
+    write_config,
+)
 from solrl_jax.runs.inputs import hash_inputs, refuse_changed_inputs
 from solrl_jax.runs.metrics import Metrics, import_wandb
 from solrl_jax.runs.metrics import read as read_metrics
@@ -205,6 +210,7 @@ def run(
     # Before the directory is read, because it records the numbers of prompts that the run takes.
     counts = hosts.from_first(lambda: [len(prompts) for prompts in load_prompt_sets(config)])
     config, notes = fit_prompt_counts(config, *counts)
+    check_record(config)
     with contextlib.ExitStack() as stack:
         for note in notes:
             progress.line(note)
@@ -878,6 +884,8 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
         this.progress.line(
             f"{what} within the update: the same command continues from the last checkpoint"
         )
+    elif not _is_finite(this.state):  # it may have failed before that was checked
+        this.progress.line(f"{what} with parameters that are not finite: nothing is saved")
     else:
         try:
             _save(this)

@@ -279,13 +279,9 @@ class StorePath:
         Raises:
             FileNotFoundError: If there is no such bucket.
         """
-        names = list(self.file_sizes())
-        if first in names:
-            (self / first).unlink()
-            names.remove(first)
-        if names:
-            with self._requests():
-                _client(self.scheme).rm([str((self / name).key) for name in names])
+        # One by one: the client's request for several takes "*", "?" and "[" for patterns.
+        for name in sorted(self.file_sizes(), key=lambda name: name != first):
+            (self / name).unlink()
 
     def copy_all(self, target: "StorePath", last: str) -> None:
         """Copies all objects below this path (those of `file_sizes`) within the store. Older ones

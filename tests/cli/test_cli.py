@@ -376,6 +376,14 @@ def test_arguments_in_messages_become_options():
         assert main.with_options(message, command) == expected
 
 
+def test_a_directory_to_compare_with_may_have_an_equals_sign(call, tmp_path):
+    other = tmp_path / "lr=1"
+    other.mkdir()
+    code, _, error = call("eval", "embedded:tiny-sana", str(other), "--paired")
+    assert code == 2
+    assert error.startswith(f"solrl: {other}: ")
+
+
 def test_an_error_of_a_store_ends_a_command_in_one_line(monkeypatch):
     @click.command()
     def command():

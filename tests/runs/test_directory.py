@@ -1,10 +1,13 @@
 """The settings of a run that a command takes with overrides."""
 
+from inspect import unwrap
+
 import pytest
 
 from solrl_jax.config.serialization import to_yaml
 from solrl_jax.errors import InputError
-from solrl_jax.runs.directory import read_target
+from solrl_jax.runs.directory import find_checkpoint, read_target
+from solrl_jax.runs.identity import check_record
 from tests.small import small_config
 
 JUDGED = (
@@ -40,3 +43,28 @@ def test_a_service_of_the_run_is_refused_until_another_reward_takes_its_place(ru
     with pytest.raises(InputError, match=r"scores with http://localhost:9/v1, which"):
         options(run)
     assert options(run, "reward.eval_only=[geneval]").keys() == {"geneval"}
+
+
+def test_a_run_that_combines_advantages_needs_no_trust(tmp_path):
+    combined = ("reward.weights={shapes: 1, tiny-clip: 0.5}", "reward.combine=advantages")
+    (tmp_path / "config.yaml").write_text(to_yaml(small_config(tmp_path, *combined)))
+    config, _ = read_target(str(tmp_path), (), None, trust=False)
+    assert config.reward.combine == "advantages"
+    (tmp_path / "config.yaml").write_text(to_yaml(small_config(tmp_path, combined[0])))
+    config, _ = read_target(str(tmp_path), (combined[1],), None, trust=False)
+    assert config.reward.combine == "advantages"
+
+
+def test_a_checkpoint_that_is_no_text_is_refused(run):
+    with pytest.raises(InputError, match=r"^checkpoint=40: must be best, latest or an iteration"):
+        unwrap(find_checkpoint)(run, 40)
+
+
+def test_a_configuration_that_could_not_be_read_again_is_refused(tmp_path):
+    words = "\u6f22" * 11_000  # six characters each in the file
+    config = small_config(
+        tmp_path, f"reward.options.tests.outside:metadata_scores={{words: '{words}'}}"
+    )
+    with pytest.raises(InputError, match=r"^the configuration is too large for a run: "):
+        check_record(config)
+    check_record(small_config(tmp_path))

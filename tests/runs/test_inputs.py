@@ -3,6 +3,7 @@
 import dataclasses
 import shutil
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -84,6 +85,19 @@ def test_a_changed_input_is_noticed_by_name(files, change, name, message):
 def test_an_input_that_an_older_checkpoint_does_not_record_is_not_compared(files):
     config, _ = files
     refuse_changed_inputs(config, {"iteration": 7, "prompts": "x"}, {"weights/vae": "y"})
+
+
+def test_a_function_of_a_script_or_a_notebook_is_hashed_if_it_has_a_file(files, monkeypatch):
+    config, folder = files
+    script = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", script)
+    reward = dataclasses.replace(config.reward, weights={"__main__:score": 1.0})
+    config = dataclasses.replace(config, reward=reward)
+    assert not any(name.startswith("code/") for name in hash_all(config))
+    script.__file__ = str(folder / "own_reward_of_test.py")
+    saved = hash_all(config)
+    change_reward(folder)
+    assert hash_all(config)["code/__main__:score"] != saved["code/__main__:score"]
 
 
 def test_a_changed_reward_of_an_installed_package_is_one_of_the_weights(files, monkeypatch):

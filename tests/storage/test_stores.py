@@ -75,6 +75,14 @@ def test_files_are_written_listed_read_and_removed(stored, tmp_path):
     assert stored.file_sizes() == {"b.bin": 3}
 
 
+def test_names_are_no_patterns_when_objects_are_removed(stored):
+    for name in ("lr[12]", "lr1", "lr2"):
+        (stored / name / "a").write_bytes(b"a")
+        (stored / name / "b").write_bytes(b"b")
+    (stored / "lr[12]").remove_all("a")
+    assert stored.file_sizes() == {f"{name}/{x}": 1 for name in ("lr1", "lr2") for x in "ab"}
+
+
 def test_the_beginning_of_an_object_is_read_without_the_rest(stored, tmp_path, monkeypatch):
     page = b"<title>solrl report</title>" + b"x" * 10_000
     (stored / "report.html").write_bytes(page)
