@@ -35,6 +35,7 @@ from solrl_jax.runs.evaluate import (
 )
 from solrl_jax.runs.image_files import save_before_after
 from solrl_jax.storage.files import refuse_existing, writable_directory
+from solrl_jax.storage.stores import StoreError
 
 SHOWN = (8, 4)  # prompts of a gallery, images of each
 
@@ -201,7 +202,12 @@ def _is_policy(text: str) -> bool:
         text: The argument, a path in which `~` is expanded, or the URL of a run.
     """
     path = expand_home(text)
-    return is_run(path) or Path(path).is_dir()
+    try:
+        return is_run(path) or Path(path).is_dir()
+    except StoreError:
+        raise
+    except OSError:  # a name that no file can have, e.g. a long setting
+        return False
 
 
 def _eval_only_override(config: Config, names: str | None) -> tuple[str, ...]:

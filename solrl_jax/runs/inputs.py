@@ -58,8 +58,7 @@ def hash_inputs(
         FileNotFoundError: If the directory of a component holds no weights, several files none of
             which has a standard name, or not all shards of its index.
         InputError: If the options of a judge are not accepted, or its question cannot be read.
-        ValueError: If the index of a component's weight files is damaged, or the module of a
-            function outside of the package has been imported and has no `__spec__`.
+        ValueError: If the index of a component's weight files is damaged.
         ModuleNotFoundError: If the package of a function outside of solrl_jax does not exist.
         OSError: If a file cannot be read.
     """

@@ -293,7 +293,7 @@ function pools() {
     const {controls, update} = slider("pools-at", ascending(iterations.keys()), say, show);
     const others = chooser(run, choose) || "";
     if (iterations.size) controls.prepend(others);
-    above.replaceChildren(iterations.size ? controls : others);
+    above.replaceChildren(iterations.size ? controls : h("div", {class: "controls"}, others));
     if (iterations.size) update();
     else shown.replaceChildren();
   };

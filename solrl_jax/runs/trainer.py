@@ -94,6 +94,7 @@ class _Run:
         state: The training state after iteration `done`: the trainable parameters, those of the
             older policy that generates samples, the EMA, and the optimizer's state.
         done: The number of complete iterations.
+        checked: The last iteration after which `state` was found to be finite.
     """
 
     experiment: Experiment
@@ -106,6 +107,7 @@ class _Run:
     input_hashes: Mapping[str, str]
     state: TrainState
     done: int
+    checked: int
 
     @property
     def config(self) -> Config:
@@ -169,8 +171,9 @@ def run(
     `eval.num_grid_images` is 0) and the entry "finished_after_iteration" of `run.json` are written.
 
     If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
-    function returns. If it fails, that iteration is saved too (except after Diverged) and the error
-    is raised again. A stop within an update leaves only the last checkpoint.
+    function returns. If it fails, that iteration is saved too (unless its parameters are not
+    finite, or after Diverged) and the error is raised again. A stop within an update leaves only
+    the last checkpoint.
 
     Args:
         config: The resolved configuration (a preset with its overrides, in which values may be
@@ -266,6 +269,7 @@ def run(
             input_hashes=input_hashes,
             state=state,
             done=done,
+            checked=done,
         )
         del state  # `this.state` is the only reference, because each update deletes the old arrays
         interrupted = False
@@ -653,7 +657,9 @@ def _stop_if_diverged(this: _Run, row: Row, failures: int) -> None:
     """
     max_failures = MAX_FAILED_ITERATIONS if this.done < this.config.train.iterations else 1
     in_a_row = f"in {failures} iteration(s) in a row"
-    if not _is_finite(this.state):
+    if _is_finite(this.state):
+        this.checked = this.done
+    if this.checked != this.done:
         problem = "the trained parameters are not finite after the update"
     elif failures < max_failures:
         return
@@ -855,7 +861,8 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
     """Saves the last complete iteration after an interruption or a failure, and prints a line.
 
     Nothing is saved if no iteration is complete, if the stop was within an update (which deletes
-    the arrays of the state), or after Diverged, whose state must not be continued from. After a
+    the arrays of the state), or if the state must not be continued from: after Diverged, and where
+    the stop came before its parameters were found to be finite and they are not. After a
     failure, this waits for any save in progress. Every process calls this.
 
     Args:
@@ -884,7 +891,7 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
         this.progress.line(
             f"{what} within the update: the same command continues from the last checkpoint"
         )
-    elif not _is_finite(this.state):  # it may have failed before that was checked
+    elif this.checked != this.done and not _is_finite(this.state):
         this.progress.line(f"{what} with parameters that are not finite: nothing is saved")
     else:
         try:
