@@ -64,7 +64,8 @@ def shard_tokens(
 
     Returns:
         The tokens [b, n, ...] and the text that `f` returns. The tokens stay sharded until
-        something reads all of them.
+        something reads all of them. The text is that of the first device, and so its gradient goes
+        to the first device alone.
 
     Raises:
         ValueError: While tracing, if the number of shards does not divide n.
@@ -87,16 +88,20 @@ def shard_tokens(
         def join(table: Array, local: Array) -> Array:
             return jnp.concatenate([table[:, :start], local, table[:, stop:]], axis=1)
 
-        return f(shared, x, jax.tree.map(join, table, local_rotation), text)
+        x, text = f(shared, x, jax.tree.map(join, table, local_rotation), text)
+        return x, jax.tree.map(lambda x: x[None], text)
 
     local_rotation = jax.tree.map(lambda table: table[:, start:stop], rotation)
-    return jax.shard_map(
+    # A replicated output would divide its gradient among the devices. Every device would round its
+    # part to BF16 and add it to gradients of keys and values, which the first device alone has.
+    x, texts = jax.shard_map(
         on_device,
         in_specs=(TOKENS, TOKENS, REPLICATED, REPLICATED),
-        out_specs=(TOKENS, REPLICATED),
+        out_specs=(TOKENS, PartitionSpec(SEQUENCE)),
         axis_names={SEQUENCE},
         check_vma=False,
     )(x, local_rotation, rotation, jax.tree.map(_widen, (shared, text)))
+    return x, jax.tree.map(lambda x: x[0], texts)
 
 
 def _widen(x: Array) -> Array:

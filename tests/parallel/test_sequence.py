@@ -262,27 +262,67 @@ def attend_twice(w, x, text):
     return shard_tokens(run, (w, text), x)[0]
 
 
+def attend_jointly(w, x, text):
+    """Attention among tokens and a text that every device computes, twice, as in the two-stream
+    blocks of FLUX.
+    """
+
+    def run(w, x, _, text):
+        for _ in range(2):
+            length = text.shape[1]
+            joined = jnp.concatenate([text, x], axis=1)
+            q, k, v = ((joined @ w[i]).reshape(*joined.shape[:2], 3, -1) for i in range(3))
+            out = attention(q, gather_tokens(k, start=length), gather_tokens(v, start=length))
+            text, x = jnp.split(joined + out.reshape(joined.shape), [length], axis=1)
+        return x, text
+
+    x, text = shard_tokens(run, w, x, text=text)
+    return jnp.concatenate([text, x], axis=1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("devices", [8, 3])
 def test_attention_and_its_gradient_are_the_same_to_the_bit_in_bf16(devices):
     """On eight devices; twelve pairs of a sample and a head do not divide among them. And on three,
     by which a division rounds.
     """
+    got, reference = on_one_and_more(attend_twice, LENGTH, devices)
+    for y, expected in zip(got, reference, strict=True):
+        np.testing.assert_array_equal(y, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [8, 3])
+def test_the_gradient_of_a_text_stream_is_rounded_as_on_one_device(devices):
+    """The twelve pairs do not divide among eight devices, so the queries of some are repeated, and
+    XLA sums matmuls of other shapes in another order. Only few elements may round differently.
+    """
+    got, reference = on_one_and_more(attend_jointly, 5 + LENGTH, devices)
+    for y, expected in zip(got, reference, strict=True):
+        y, expected = (np.asarray(a, np.float32) for a in (y, expected))
+        assert np.mean(y != expected) < 0.02
+        assert difference(y, expected) < 1e-3
+
+
+def on_one_and_more(f, length, devices):
+    """The value and gradients of `f(w, x, text)` in BF16, on several devices and on one.
+
+    `length` is the number of tokens of the value.
+    """
     rng = np.random.default_rng(0)
-    shapes = ((3, WIDTH, WIDTH), (BATCH, LENGTH, WIDTH), (BATCH, 5, WIDTH), (BATCH, LENGTH, WIDTH))
+    shapes = ((3, WIDTH, WIDTH), (BATCH, LENGTH, WIDTH), (BATCH, 5, WIDTH), (BATCH, length, WIDTH))
     w, x, text, g = (jnp.asarray(rng.standard_normal(s) / 2, jnp.bfloat16) for s in shapes)
 
     @sharding.jit
     def pulled(x, text):
-        out, vjp = jax.vjp(functools.partial(attend_twice, w), x, text)
+        out, vjp = jax.vjp(functools.partial(f, w), x, text)
         return out, *vjp(g)
 
     reference = jax.device_get(pulled(x, text))
     mesh = sharding.make_mesh(1, 1, 1, devices, devices=jax.devices()[:devices])
     with jax.set_mesh(mesh):
         got = jax.device_get(pulled(*jax.device_put((x, text), sharding.replicated(mesh))))
-    for y, expected in zip(got, reference, strict=True):
-        np.testing.assert_array_equal(y, expected)
+    return got, reference
 
 
 def test_whole_parameters_are_not_trained_in_bf16():

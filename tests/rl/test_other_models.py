@@ -331,9 +331,10 @@ def test_parameters_split_over_devices_train_the_same(mesh, trained):
     name, experiment, _, ((state, _, ledger, _), _) = trained
     split = build(name, experiment.backbone.pipeline.folder, *mesh)
     leaves = jax.tree.leaves(split.backbone.transformer)
-    assert sum(x.addressable_shards[0].data.nbytes for x in leaves) < 0.7 * sum(
-        x.nbytes for x in leaves
-    )
+    local = sum(x.addressable_shards[0].data.nbytes for x in leaves)
+    # In networks as small as these, half of the bytes are in arrays too small to be divided.
+    divided = 0.5 * (1 - 1 / split.mesh.shape["fsdp"])
+    assert local < (1 - divided) * sum(x.nbytes for x in leaves)
     got, outcome = iterate(split, fresh_state(split), 1)
     np.testing.assert_array_equal(outcome.ledger["kept"], ledger["kept"])
     np.testing.assert_allclose(
