@@ -43,7 +43,7 @@ from solrl_jax.runs.model_card import add_card, check_name, check_replaceable
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import files
 from solrl_jax.storage.hub import check_login, push
-from solrl_jax.storage.stores import RunPath, run_path
+from solrl_jax.storage.stores import RunPath, local_path, run_path
 
 
 def load(preset: str, *overrides: str) -> Experiment:
@@ -595,7 +595,7 @@ def export(
         for option, flag in (("private", private), ("dry_run", dry_run)):
             if flag:
                 raise InputError(f"{option}=True: is for an upload; it needs hub=OWNER/NAME")
-        out = _local_path("out", expand_home(str(out)))
+        out = local_path("out", expand_home(str(out)))
         return _export_files(
             directory, out, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
             force=force,
@@ -608,7 +608,7 @@ def export(
             f"hub={hub}: {directory} is in an object store; a run is published from a disk, so "
             "copy it to one"
         )
-    folder = directory / "hub" if out is None else _local_path("out", expand_home(str(out)))
+    folder = directory / "hub" if out is None else local_path("out", expand_home(str(out)))
     config = read_run(directory)
     check_replaceable(folder)
     files.refuse_existing("out", [folder], force, folders=True)
@@ -684,7 +684,7 @@ def _export_files(
             "hold; leave it out"
         )
     if whole:
-        transformer_files.check_directory(out)
+        transformer_files.check_directory(out, pipeline.folder)
     else:
         lora_files.check_target(out, form)
     if whole or form == "peft":
@@ -744,9 +744,9 @@ def export_lora(
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
     table = experiment.backbone.parameter_table()
     if form == "peft":
-        lora_files.export_peft(_local_path("path", path), adapters, settings, table)
+        lora_files.export_peft(local_path("path", path), adapters, settings, table)
     else:
-        lora_files.export_diffusers(_local_path("path", path), adapters, settings, table)
+        lora_files.export_diffusers(local_path("path", path), adapters, settings, table)
 
 
 def export_transformer(experiment: Experiment, trained: Trainable, folder: str | Path) -> None:
@@ -769,24 +769,8 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
         RunError: If the disk refuses.
     """
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
-    folder = _local_path("folder", folder)
+    folder = local_path("folder", folder)
     transformer_files.export_transformer(folder, experiment.backbone, trained, settings)
-
-
-def _local_path(argument: str, path: str | Path) -> Path:
-    """Returns a path to write to, and refuses object stores, to which nothing is exported.
-
-    Args:
-        argument: The name of the argument that has the path, for the message.
-        path: The path, in which `~` is not expanded.
-
-    Raises:
-        InputError: If it is the URL of an object store (gs:// or s3://).
-    """
-    local = run_path(path)
-    if not isinstance(local, Path):
-        raise InputError(f"{argument}={path}: expected a path on this machine, not in a store")
-    return local
 
 
 def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, LoraSettings]:

@@ -24,6 +24,8 @@ NO_WORK_OPCODES = {
     "after-all",
     "opt-barrier",
     "partition-id",
+    "send",
+    "recv",
 }
 COLLECTIVES = (
     "all-gather",

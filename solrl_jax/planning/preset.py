@@ -14,7 +14,7 @@ from solrl_jax.errors import InputError
 from solrl_jax.planning import topology
 from solrl_jax.planning.targets import TARGETS
 from solrl_jax.storage.files import refuse_existing
-from solrl_jax.storage.stores import StorePath, run_path
+from solrl_jax.storage.stores import local_path
 
 
 def plan(
@@ -70,9 +70,7 @@ def plan(
     config = resolve(preset, overrides)
     if device not in TARGETS:
         raise InputError(f"device={device!r}: expected one of {', '.join(TARGETS)}")
-    folder = None if hlo is None else run_path(expand_home(str(hlo)))
-    if isinstance(folder, StorePath):
-        raise InputError(f"hlo={hlo}: expected a path on this machine, not in a store")
+    folder = None if hlo is None else local_path("hlo", expand_home(str(hlo)))
     refuse_existing("hlo", folder.glob("*.hlo") if folder else (), force)
     topology.prepare(TARGETS[device])  # before JAX is imported
     from solrl_jax.planning.plan import Devices

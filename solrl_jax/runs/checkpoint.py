@@ -507,12 +507,12 @@ def _read_header(path: RunPath) -> dict[str, Any]:
         path: The directory of the checkpoint.
 
     Returns:
-        The content: "format", "iteration", "meta" (the metadata by name) and "arrays" (a dict with
-        "shape" and "dtype" for each array, by key path). "meta" and "arrays" are there for certain.
+        The content: "iteration", "meta" (the metadata by name), "arrays" (a dict with "shape" and
+        "dtype" for each array, by key path) and, if the file has it, "format".
 
     Raises:
-        CheckpointError: If the file cannot be read or is no JSON, if "meta" or "arrays" is no dict,
-            or if an array lacks its shape or dtype.
+        CheckpointError: If the file cannot be read or is no JSON, if "iteration" is no integer or
+            "meta" or "arrays" is no dict, or if an array lacks its shape or dtype.
     """
     try:
         header = parse_json(read_bytes(path / META))
@@ -521,6 +521,8 @@ def _read_header(path: RunPath) -> dict[str, Any]:
 
     def is_valid() -> bool:
         if not isinstance(header, dict) or not isinstance(header.get("meta"), dict):
+            return False
+        if not isinstance(header.get("iteration"), int):
             return False
         if not isinstance(header.get("arrays"), dict):
             return False

@@ -9,12 +9,12 @@ processes, only the first writes one, of itself.
 """
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import jax
 from jax.profiler import stop_trace
 
-from solrl_jax.errors import InputError
+from solrl_jax.errors import InputError, RunError
 from solrl_jax.runs import checkpoint
 from solrl_jax.storage import files
 from solrl_jax.storage.stores import RunPath
@@ -48,10 +48,13 @@ def check_traced_iterations(profile: Collection[int], folder: RunPath, iteration
 
 
 @contextlib.contextmanager
-def traced(folder: RunPath, iteration: int, profile: Collection[int]) -> Iterator[None]:
+def traced(
+    folder: RunPath, iteration: int, profile: Collection[int], report: Callable[[str], None]
+) -> Iterator[None]:
     """A context manager that writes a JAX profiler trace of its body, if the body does not raise.
 
-    Only the first process of a run writes a trace, of its own work.
+    Only the first process of a run writes a trace, of its own work. A trace that cannot be written
+    is reported and does not stop the run: the other processes would wait for this one.
 
     Args:
         folder: The run directory. The trace is the directory `profile/iteration-NNNNNN` in it,
@@ -59,21 +62,45 @@ def traced(folder: RunPath, iteration: int, profile: Collection[int]) -> Iterato
         iteration: The number of the iteration that the body runs.
         profile: The numbers of the iterations to trace. If `iteration` is not among them, the body
             runs without a trace.
-
-    Raises:
-        RunError: If the disk refuses.
+        report: Called with one line if the disk refuses the trace.
     """
     if iteration not in profile or jax.process_index() > 0:
         yield
         return
     target = folder / "profile" / f"iteration-{iteration:06d}"
+    trace = contextlib.ExitStack()
+    try:
+        trace.enter_context(_trace_to(target))
+    except RunError as error:
+        report(f"no trace of iteration {iteration}: {error}")
+    with contextlib.ExitStack() as stack:
+        # If the body raises, the exception passes through `_trace_to`, which removes the trace.
+        stack.push(trace.__exit__)
+        with jax.profiler.StepTraceAnnotation("iteration", step_num=iteration):
+            yield
+        stack.pop_all()
+    try:
+        trace.close()
+    except RunError as error:
+        report(f"no trace of iteration {iteration}: {error}")
+
+
+@contextlib.contextmanager
+def _trace_to(target: RunPath) -> Iterator[None]:
+    """A context manager that traces its body to a directory, which appears when it is complete.
+
+    Args:
+        target: The directory of the trace. An existing one is replaced, unless the body raises.
+
+    Raises:
+        RunError: If the disk refuses.
+    """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a trace of every Python call would be large and slow
     with files.atomic_directory(target) as partial:
         jax.profiler.start_trace(partial, create_perfetto_trace=True, profiler_options=options)
         try:
-            with jax.profiler.StepTraceAnnotation("iteration", step_num=iteration):
-                yield
+            yield
         finally:
             with files.disk_errors_as_run_errors(target):
                 stop_trace()

@@ -422,11 +422,11 @@ def _train(this: _Run) -> None:
             draws_pools = config.eval.num_grid_images and _evaluation_is_due(config, this.done + 1)
             # A copy, because `iterate` deletes the arrays of the state that it is given.
             old_policy = jax.tree.map(jnp.copy, this.state.old) if draws_pools else None
-            with profiling.traced(this.folder, this.done + 1, this.profile):
+            with profiling.traced(this.folder, this.done + 1, this.profile, progress.line):
                 this.state, result = iterate(
                     this.experiment, this.state, this.done + 1, level, progress.phase
                 )
-                this.done += 1  # inside, so that a trace that cannot be written costs no iteration
+            this.done += 1
             row = result.metrics
             failures = failures + 1 if _learned_nothing(row) else 0
             if (

@@ -66,7 +66,11 @@ def disk_reason(error: BaseException) -> str | None:
         or if there is none, the first line of the message.
     """
     if isinstance(error, OSError):
-        return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
+        # Stores raise FileNotFoundError with nothing but the path.
+        missing = isinstance(error, FileNotFoundError) and error.errno is None
+        code = errno.ENOENT if missing else error.errno or 0
+        reason = os.strerror(code) if missing else error.strerror
+        return _REASONS.get(code) or reason or first_line(error)
     message = str(error)
     if "RESOURCE_EXHAUSTED" in message:  # orbax does not always quote the system's message
         return _REASONS[errno.ENOSPC]
@@ -412,11 +416,14 @@ def check_owner(directory: StorePath) -> None:
         directory: The directory, which this process uses within `exclusive_lock`.
 
     Raises:
-        RunError: If another process has taken the directory over, if `.lock` is missing, or if the
-            store refuses.
+        RunError: If another process has taken the directory over (a missing `.lock` tells that it
+            has also ended), or if the store refuses.
     """
     with disk_errors_as_run_errors(directory / ".lock"):
-        owner = (directory / ".lock").read_bytes().decode(errors="replace")
+        try:
+            owner = (directory / ".lock").read_bytes().decode(errors="replace")
+        except FileNotFoundError:
+            owner = "one that has ended"
     if owner != _process_name():
         raise RunError(f"another process has taken over the run directory {directory}: {owner}")
 
@@ -535,6 +542,8 @@ def stored_damage(directory: StorePath) -> str | None:
         sizes = directory.file_sizes()
     except OSError as error:
         return f"{MANIFEST} cannot be read: {disk_reason(error)}"
+    except InputError as error:  # the package that reads the store is not installed
+        return f"{MANIFEST} cannot be read: {first_line(error)}"
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{MANIFEST} is damaged"
     sizes.pop(MANIFEST, None)

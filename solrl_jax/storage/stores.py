@@ -396,6 +396,22 @@ def run_path(path: str | Path | StorePath) -> RunPath:
     return StorePath(match[1], key)
 
 
+def local_path(argument: str, path: str | Path) -> Path:
+    """Returns a path of this machine, and refuses the URL of an object store.
+
+    Args:
+        argument: The name of the argument that has the path, for the message.
+        path: The path, in which "~" is not expanded. It need not exist.
+
+    Raises:
+        InputError: If `path` is the URL of a store (gs:// or s3://).
+    """
+    local = run_path(path)
+    if not isinstance(local, Path):
+        raise InputError(f"{argument}={path}: expected a path on this machine, not in a store")
+    return local
+
+
 def check_run_dir(text: str) -> str:
     """Checks that `run.dir` is a path of this machine or the URL of a directory in a known store. A
     pydantic validator.

@@ -258,9 +258,10 @@ def find_prices(name: str) -> Prices:
         return packaged[name]
     try:
         prices = prices_of(parse_json(read_text(name)))
-        if not (
-            min(*prices.network.values(), prices.scored, prices.trained) > 0 and prices.synced >= 0
-        ):
+        positive = [*prices.network.values(), prices.scored, prices.trained]
+        if prices.differentiated is not None:
+            positive.append(prices.differentiated)
+        if not (min(positive) > 0 and prices.synced >= 0):
             raise ValueError("its seconds must be above 0")
         return prices
     except InputError as error:

@@ -166,6 +166,21 @@ def test_adapters_that_are_not_finite_are_not_saved_because_their_evaluation_fai
     assert message in result.error
 
 
+@pytest.mark.exhaustive
+def test_adapters_that_are_not_finite_are_not_saved_because_their_ledger_fails(
+    tmp_path, monkeypatch
+):
+    def full(root, iteration, columns):
+        raise RunError("disk full")
+
+    assert train(tmp_path, "train.iterations=1").code == 0
+    monkeypatch.setattr(trainer.ledger, "write", full)
+    monkeypatch.setattr(trainer, "iterate", lambda *arguments: _not_finite(*iterate(*arguments)))
+    result = train(tmp_path, "train.iterations=2")
+    assert (result.code, saved(tmp_path)) == (1, [1])
+    assert "failed with parameters that are not finite: nothing is saved" in result.error
+
+
 def _not_finite(state, outcome):
     return dataclasses.replace(
         state, adapters=jax.tree.map(lambda x: x * np.nan, state.adapters)
@@ -184,15 +199,25 @@ def test_the_record_has_an_iteration_whose_ledger_could_not_be_written(tmp_path,
 
 
 @pytest.mark.exhaustive
-def test_a_trace_that_cannot_be_written_costs_no_iteration(tmp_path, monkeypatch):
+def test_a_trace_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path, monkeypatch):
     def full(stop=jax.profiler.stop_trace) -> None:
         stop()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(profiling, "stop_trace", full)
     result = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1")
-    assert (result.code, saved(tmp_path)) == (1, [1])
-    assert "solrl: disk full while writing" in result.error
+    assert (result.code, saved(tmp_path)) == (0, [2])
+    assert "no trace of iteration 1: disk full while writing" in result.error
+    assert [row["iteration"] for row in metrics.read(tmp_path) if "seconds" in row] == [1, 2]
+    assert not list((tmp_path / "profile").iterdir())
+
+
+@pytest.mark.exhaustive
+def test_a_trace_that_cannot_be_begun_is_reported_and_the_run_goes_on(tmp_path):
+    (tmp_path / "profile").write_text("in the way")
+    result = train(tmp_path, "train.iterations=1", "--profile", "1")
+    assert (result.code, saved(tmp_path)) == (0, [1])
+    assert "no trace of iteration 1: " in result.error
 
 
 @pytest.mark.exhaustive

@@ -333,7 +333,7 @@ def test_parameters_split_over_devices_train_the_same(mesh, trained):
     leaves = jax.tree.leaves(split.backbone.transformer)
     local = sum(x.addressable_shards[0].data.nbytes for x in leaves)
     # In networks as small as these, half of the bytes are in arrays too small to be divided.
-    divided = 0.5 * (1 - 1 / split.mesh.shape["fsdp"])
+    divided = 0.5 * (1 - 1 / split.backbone.mesh.shape["fsdp"])
     assert local < (1 - divided) * sum(x.nbytes for x in leaves)
     got, outcome = iterate(split, fresh_state(split), 1)
     np.testing.assert_array_equal(outcome.ledger["kept"], ledger["kept"])

@@ -18,7 +18,11 @@ from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.rl.trainable.lora_files import export_diffusers, import_lora
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
 from solrl_jax.rl.trainable.trainable import flatten, init_adapters, replace
-from solrl_jax.rl.trainable.transformer_files import divide, export_transformer
+from solrl_jax.rl.trainable.transformer_files import (
+    check_directory,
+    divide,
+    export_transformer,
+)
 
 SETTINGS = LoraSettings(4, 8.0)
 Q = "transformer_blocks/attn1/to_q/kernel"
@@ -110,6 +114,17 @@ def test_files_are_filled_in_order_and_a_large_tensor_has_its_own():
         name(2, 3): ["b", "c"],
         name(3, 3): ["d"],
     }
+
+
+def test_the_base_model_is_never_replaced(tmp_path):
+    transformer = tmp_path / "base" / "transformer"
+    transformer.mkdir(parents=True)
+    (transformer / "diffusion_pytorch_model.safetensors").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "base")
+    for folder in (transformer, tmp_path / "link" / "transformer"):
+        with pytest.raises(InputError, match=r"holds the weights of the base model, which an "):
+            check_directory(folder, tmp_path / "base")
+    check_directory(tmp_path / "other", tmp_path / "base")
 
 
 def test_what_cannot_be_written_is_refused_in_one_line(backbone, trained, tmp_path):

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -271,6 +272,15 @@ def test_the_best_is_not_removed_because_its_meta_is_damaged(word, other, tmp_pa
     meta.write_text(meta.read_text().replace(word, other))
     save(tmp_path, 3, make_state(3), {"evaluation": {"eval/reward": 0.6}}, keep=1, best=1)
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == ["000003", "000001"]
+
+
+def test_metadata_without_an_iteration_is_that_of_no_checkpoint(tmp_path):
+    path = save(tmp_path, 1, make_state(1), {})
+    header = json.loads((path / "meta.json").read_text())
+    del header["iteration"]
+    (path / "meta.json").write_text(json.dumps(header))
+    with pytest.raises(checkpoint.CheckpointError, match=re.escape(f"{path}: ")):
+        checkpoint.meta_of(path)
 
 
 class Killed(BaseException):

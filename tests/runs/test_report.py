@@ -330,6 +330,13 @@ def test_a_score_that_one_run_trains_on_and_another_watches_has_a_figure():
     assert both == {"eval/reward", "eval/x", "eval/y"}
 
 
+def test_an_infinite_option_of_a_reward_is_shown_as_none(tmp_path):
+    folder = make_run(tmp_path / "run", overrides=("reward.options={shapes: {scale: .inf}}",))
+    report.write([folder], folder / report.NAME)
+    (run_data,) = Page(folder / report.NAME).data["runs"]
+    assert run_data["config"]["reward.options.shapes.scale"] is None
+
+
 @pytest.mark.parametrize("limit", [{"MAX_ROWS": 2 * 2 * N}, {"MOST_TEXT": 5000}], ids=str)
 def test_of_a_long_ledger_the_newest_iterations_are_shown(limit, run, monkeypatch, tmp_path):
     for name, most in limit.items():

@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 
 from solrl_jax.cli import main
 from solrl_jax.errors import InputError, RunError
+from solrl_jax.parallel import consensus
 from solrl_jax.runs import checkpoint, ledger, metrics, store_writer, trainer
 from solrl_jax.runs.directory import find_checkpoint, read_target
 from solrl_jax.runs.progress import TerminalProgress
@@ -239,6 +240,29 @@ def test_a_start_that_was_replaced_writes_nothing_more(root):
             with pytest.raises(RunError, match=rf"^another .* {run}: process 7 on elsewhere$"):
                 write()
         assert run.file_sizes() == before
+    assert value_of(root / "000001") == 1
+
+
+def test_a_start_that_was_replaced_by_one_that_has_ended_writes_nothing_more(root):
+    save(root, 1, 1.0)
+    (root.parent / ".lock").unlink()
+    with pytest.raises(RunError, match=r"^another process has taken over .*: one that has ended$"):
+        save(root, 2, 2.0)
+    assert names(checkpoint.list_checkpoints(root)) == ["000001"]
+
+
+def test_a_complete_checkpoint_stays_if_another_process_is_lost(root, monkeypatch):
+    from_first = consensus.from_first
+
+    def lost(name, f):
+        from_first(name, f)
+        if name == "save/publish":
+            raise RunError("process 1 gives no answer")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(consensus, "from_first", lost)
+        with pytest.raises(RunError, match=r"^process 1 gives no answer$"):
+            save(root, 1, 1.0)
     assert value_of(root / "000001") == 1
 
 

@@ -200,6 +200,15 @@ def test_a_plan_with_other_numbers_of_samples_and_steps_has_the_same_prices():
     assert prices.network == pytest.approx(dict(expected.network), rel=1e-12)
 
 
+def test_a_negative_price_of_a_gradient_is_refused(tmp_path):
+    plan = PLANS["flux1-b200"]
+    phases = [*plan["phases"], {"name": "targets", "seconds": -3.0}]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**plan, "overrides": ["objective=opsd"], "phases": phases}))
+    with pytest.raises(InputError, match=r"its seconds must be above 0"):
+        find_prices(str(path))
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
