@@ -214,10 +214,11 @@ def test_a_trace_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path
 
 @pytest.mark.exhaustive
 def test_a_trace_that_cannot_be_begun_is_reported_and_the_run_goes_on(tmp_path):
+    assert train(tmp_path, "train.iterations=1").code == 0
     (tmp_path / "profile").write_text("in the way")
-    result = train(tmp_path, "train.iterations=1", "--profile", "1")
-    assert (result.code, saved(tmp_path)) == (0, [1])
-    assert "no trace of iteration 1: " in result.error
+    result = train(tmp_path, "train.iterations=2", "--profile", "2")
+    assert (result.code, saved(tmp_path)) == (0, [2, 1])
+    assert "no trace of iteration 2: " in result.error
 
 
 @pytest.mark.exhaustive
