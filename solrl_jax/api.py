@@ -49,22 +49,23 @@ from solrl_jax.storage.stores import RunPath, local_path, run_path
 def load(preset: str, *overrides: str) -> Experiment:
     """Builds the experiment of a preset: models, prompts and rewards of a run, ready to use.
 
-    Loads the weights onto the devices, after downloading models, rewards and prompt sets whose
-    newest revision the hub's cache lacks (without a network, the cache must have one). Imports the
-    rewards and objectives `module:function` that the configuration names, with the working
-    directory appended to `sys.path`. Tries rewards outside of JAX with a gray image, for which it
-    starts their worker processes (they end with this process) and sends requests to judges and
+    Downloads models, rewards and prompt sets unless their newest revision is in the hub's cache
+    (without a network, the newest cached revision is used). Loads the weights onto the devices.
+    Imports the rewards and objectives `module:function` that the configuration names, with the
+    working directory appended to `sys.path`. Tries rewards outside of JAX with a gray image. This
+    starts their worker processes (which end with this process) and sends requests to judges and
     services. Writes no run directory. Warns (UserWarning) about the settings that "mesh=auto"
-    chose, about numbers of prompts that were reduced to those that there are, and if the objective
-    trains on reward gradients while `reward.eval_only` is empty. With several processes
+    chose, about numbers of prompts that were reduced because a prompt set has fewer, and about an
+    objective on reward gradients with an empty `reward.eval_only`. With several processes
     (`parallel.hosts.initialize`), all must call it with the same arguments.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
-            takes precedence. "mesh=auto" chooses the mesh, the gradient checkpointing, the batch
-            sizes and, if no plan on record fits, `model.vae_tile_size` for the devices of this
-            host, where no other override sets them.
+            takes precedence. "mesh=auto" chooses the mesh, the gradient checkpointing and the batch
+            sizes for the devices of this host, from plans that the package contains
+            (`planning.proposals`). If no plan fits, it may choose `model.vae_tile_size` too. It
+            changes no setting that another override names.
 
     Returns:
         The experiment (`rl.experiment.Experiment`): the configuration, the models with their
@@ -118,8 +119,8 @@ def open_policy(
 
     Args:
         target: A run directory, which may be in an object store (gs:// or s3://); the name of a
-            preset; or a model, that is a directory in the layout of diffusers or "embedded:NAME",
-            a small one in this package. The first of these that applies counts. `~` is expanded.
+            preset; or a model: a directory in the layout of diffusers, or "embedded:NAME" for a
+            small model in this package. The first of these that applies counts. `~` is expanded.
         *overrides: Settings that differ, as `key=value`, but not "mesh=auto". Those of a run may
             not change which parameters are trained (InputError).
         preset: If `target` is a model: the preset that gives prompts, reward and sampler. None:
@@ -261,13 +262,14 @@ def rank(
     """Measures how well cheap exploration ranks candidate images, compared with full generation
     (docs/method.md, section 2).
 
-    The candidates of some test prompts, whose seeds depend on `eval.seed` and not on the run's
-    seed, are generated once with all steps in the training precision, which gives their true
-    rewards, and once for every combination of exploration options, formats and numbers of steps,
-    which gives proxy rewards (those of `rollout.explore.reward` if it is set). With
-    `reward.combine=advantages`, the weighted sums of normalized scores take the place of rewards.
-    Prompts that the prompt cache lacks are encoded and added to it, for which the text encoders are
-    loaded. With several processes, all must call it with the same arguments.
+    The candidates of some test prompts are generated once with all steps in the training precision,
+    which gives their true rewards. They are also generated once for every combination of
+    exploration options, formats and numbers of steps, which gives proxy rewards (those of
+    `rollout.explore.reward` if it is set). With `reward.combine=advantages`, the weighted sums of
+    normalized scores take the place of rewards. The seeds of the candidates depend on `eval.seed`,
+    not on the run's seed. If the prompt cache lacks prompts, the text encoders are loaded, and the
+    encoded prompts are added to the cache. With several processes, all must call it with the same
+    arguments.
 
     Args:
         experiment: The experiment, with its test prompts, rewards and exploration. In its
@@ -390,10 +392,10 @@ def generate(
         negative_prompt: The negative prompt of classifier-free guidance, for all images. Without
             such guidance it must be "".
         seed: The seed of the initial noise, 0 to 2**31 - 1.
-        size: (height, width) of the images in pixels, 1 to 16,384 each and of the multiples that
-            the model requires. For video models (Wan), (height, width, frames) with 1 plus a
-            multiple of 4 frames; without a number of frames, that of the default. None: that of
-            `latents`, of the run's evaluation or the model's default. It must not contradict
+        size: (height, width) of the images in pixels, 1 to 16,384 each. Both must be multiples of a
+            number that depends on the model. For video models (Wan), (height, width, frames) with 1
+            plus a multiple of 4 frames; without a number of frames, that of the default. None: that
+            of `latents`, of the run's evaluation or the model's default. It must not contradict
             `latents`.
         latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, or [N, C, t, h,
             w] for video models, as for the pipelines of diffusers (but not packed for FLUX.1). All
@@ -402,9 +404,10 @@ def generate(
             ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.
         precision: The number format in which linear layers compute in all steps: "bf16", "fp32",
             "int8", "fp8", "nvfp4", or "auto" for the fastest one that the device supports. A format
-            that it does not support is emulated, which is slower. The rest of the transformer, with
-            the linear layers that the rules of `model.quantization` (of the run, or of the presets
-            for the model) exclude, computes in BF16 (in float32 for "fp32").
+            that it does not support is emulated, which is slower. The rest of the transformer
+            computes in BF16 (in float32 for "fp32"), as do the linear layers that the rules of
+            `model.quantization` exclude. These rules are those of the run, or of the presets for
+            the model.
         max_sequence_length: The number of tokens to which prompts are padded or cut, 1 to 2048.
             None: that of the run, or the model's default.
         instruction: Text before every prompt, for SANA only. None: that of the run; none for a
@@ -492,8 +495,8 @@ def quantize(w: Matrix, precision: str = "nvfp4") -> Quantized:
 
     Args:
         w: Real matrices [..., in, out], not empty, in any form that `jnp.asarray` accepts. The
-            values should be finite, which is not checked: other values also make the result not
-            finite.
+            values should be finite. This is not checked: non-finite values make the result
+            non-finite.
         precision: The number format: "nvfp4", "fp8" or "int8". "auto" is not accepted.
 
     Returns:
@@ -545,11 +548,10 @@ def export(
     Args:
         run: The run directory, which without `hub` may be in an object store (gs:// or s3://). `~`
             is expanded.
-        out: Where to write. Required without `hub`. A .safetensors file; for PEFT and for
-            parameters trained in full, a directory, which may contain nothing but an earlier
-            export; with `hub`, the folder to upload, which may contain nothing but an earlier one.
-            None, with `hub` alone, stands for the folder `hub` in the run directory. Missing parent
-            directories are created. `~` is expanded.
+        out: The path to write: a .safetensors file, or a directory for PEFT and for parameters
+            trained in full. With `hub`, it is the folder to upload. A directory may contain nothing
+            but an earlier export. None is accepted only with `hub`, and stands for the folder `hub`
+            in the run directory. Missing parent directories are created. `~` is expanded.
         form: The program that is to load it, "diffusers" or "peft". Parameters trained in full need
             "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
@@ -694,7 +696,8 @@ def _export_files(
     path = find_checkpoint(run, checkpoint)
     files.writable_directory(out.absolute().parent, "out")
 
-    # Only the names, shapes and devices of the weights are needed.
+    # A LoRA needs only the names, shapes and devices of the weights; a whole transformer also needs
+    # their values.
     backbone = load_backbone(pipeline, config.rollout.precision, make_mesh(-1, 1))
     trainable, iteration = load_ema(run, config, backbone, path)
     settings = LoraSettings(config.lora.rank, config.lora.alpha)

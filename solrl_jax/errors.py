@@ -87,17 +87,18 @@ _CONTENT_ERRORS = (
 
 @contextlib.contextmanager
 def as_input_error(make_message: Callable[[str], str] = str) -> Iterator[None]:
-    """Turns errors in the body about the content of files into an InputError of one line. A context
-    manager and decorator.
+    """Turns errors that the body raises about the content of files into an InputError of one line.
+    A context manager and decorator.
 
     It converts OSError (thus also `storage.stores.StoreError`, which is a RunError), ValueError
     (thus also InputError and ConfigError), LookupError, TypeError, AttributeError, ArithmeticError
     and RecursionError. Other errors, such as any other RunError, pass unchanged.
 
     Args:
-        make_message: A function that returns the message for the user, in one line (not checked),
-            given the error's own message in one line (with the type in front, unless it is an
-            OSError or a ValueError). By default the message stays as it is.
+        make_message: A function that turns the error's message into the message for the user. Its
+            argument is one line, which begins with the error's type unless the error is an OSError
+            or a ValueError. Its result must be one line, which is not checked. The default returns
+            the argument.
 
     Raises:
         InputError: If the body raises one of these errors.

@@ -1,11 +1,10 @@
-"""Assertions for tests, under jit in functions wrapped by `chex.chexify`: does exploration rank,
-select and quantize well enough?
+"""Assertions for tests: does exploration rank, select and quantize well enough?
 
     from solrl_jax.testing import assert_ranking_preserved
     assert_ranking_preserved(proxy, true, spearman=0.9, top_k=4, within=12)
 
-They follow the style of chex. Each raises AssertionError with the name of the figure, its value and
-the bound.
+They follow the style of chex, and also work under jit in functions wrapped by `chex.chexify`. Each
+raises AssertionError with the name of the figure, its value and the bound.
 """
 
 from collections.abc import Callable
@@ -44,9 +43,10 @@ def assert_ranking_preserved(
     Three figures can be checked, each as a mean over prompts: two rank correlations, and the
     fraction of the best candidates that exploration finds. At least one of them must be asked for.
     Candidates with a reward that is not finite are left out of the correlations, and never count as
-    found. Prompts are left out of the correlations if one of the two rewards has fewer than two
-    distinct values, and of the fraction (in which the lower index is the better one of equal
-    rewards) if no true reward is finite.
+    found. A prompt is left out of the correlations if its proxy or its true rewards have fewer than
+    two distinct values. It is left out of the fraction if none of its true rewards is finite; if
+    fewer than `top_k` are, the fraction is taken of these. For equal rewards, the fraction counts
+    the lower index as the better one.
 
     Args:
         proxy: The rewards of the candidates in exploration, [prompts, candidates].
@@ -96,13 +96,13 @@ def assert_top_k_regret(
 ) -> None:
     """Asserts that the candidates that exploration finds are nearly as good as the truly best ones.
 
-    The regret of a prompt is the mean true reward of its `top_k` truly best candidates, less the
-    mean true reward of the `top_k` truly best among the `within` best by proxy reward, divided by
-    the range of the prompt's true rewards. It is 0 if exploration finds candidates that are just as
-    good, or if all true rewards are equal. Rewards that are not finite are left out. For each
-    candidate that the `within` best then lack of `top_k`, the smallest true reward stands in. A
-    prompt with fewer than `top_k` finite true rewards compares all of these, and one without any
-    has no regret.
+    The regret of a prompt is (A - B) / R. A is the mean true reward of its `top_k` truly best
+    candidates, B that of the `top_k` truly best among its `within` best by proxy reward, and R the
+    range of its true rewards. It is 0 if exploration finds candidates that are just as good, or if
+    all true rewards are equal. Rewards that are not finite are left out. If fewer than `top_k`
+    candidates remain for B, the smallest true reward of the prompt stands in for each missing one.
+    In a prompt with fewer than `top_k` finite true rewards, `top_k` is their number. A prompt
+    without any has no regret.
 
     Args:
         proxy: The rewards of the candidates in exploration, [prompts, candidates].
@@ -111,7 +111,7 @@ def assert_top_k_regret(
         top_k: How many candidates are compared, at least 1.
         within: How many of the best candidates by proxy reward the `top_k` are taken from, from
             `top_k` to the number of candidates. None means `top_k`.
-        bound: The largest accepted regret in the mean over the prompts that have one, in [0, 1].
+        bound: The largest accepted mean regret over the prompts that have one, in [0, 1].
 
     Raises:
         AssertionError: If the regret is above the bound, or no prompt has one.

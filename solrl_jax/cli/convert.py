@@ -50,8 +50,8 @@ def convert(
 ) -> dict[str, Any]:
     """Writes the tensors of a torch pickle as safetensors, with PyTorch.
 
-    A file of a SANA transformer in the format of SANA's authors (a "native" checkpoint, known by
-    the names of its tensors) becomes a directory that diffusers can load. Any other file becomes
+    A file of a SANA transformer in the format of SANA's authors (a "native" checkpoint, recognized
+    by the names of its tensors) becomes a directory that diffusers can load. Any other file becomes
     one safetensors file with the same tensors.
 
     Args:
@@ -63,8 +63,8 @@ def convert(
             encoder, autoencoder and scheduler are copied to `out`, and its configuration completes
             that of the transformer. Required for a native SANA checkpoint, and None for all other
             files.
-        force: Whether `out` is replaced if it exists. A directory is replaced as a whole, but only
-            if it holds no files, also in its folders, but those that the new one will have.
+        force: Whether `out` is replaced if it exists. A directory is replaced as a whole, and only
+            if each file in it, at any depth, has the path of a file in the new directory.
 
     Returns:
         A dict with these keys:
@@ -308,10 +308,10 @@ def _container(value: Mapping[Any, Any], torch: Any) -> str | None:
         torch: The module `torch`.
 
     Returns:
-        The first usual key, such as "state_dict" or "model" (`CONTAINERS`), under which there is a
-        dictionary, whatever that or `value` itself holds. Without such a key, the only one under
-        which there is a dictionary with tensors among its values; None if `value` holds tensors
-        itself, or if there is no such key or several ones.
+        The first usual key, such as "state_dict" or "model" (`CONTAINERS`), whose value is a
+        dictionary, even if that dictionary is empty or `value` holds tensors itself. If there is no
+        such key: the only key whose value is a dictionary with at least one tensor, provided that
+        `value` itself holds no tensor. Otherwise None.
     """
     if known := [key for key in CONTAINERS if isinstance(value.get(key), Mapping)]:
         return known[0]
@@ -445,8 +445,8 @@ def _check_directory(out: Path, names: set[str]) -> None:
         names: The paths, within it, of the files that it will contain, e.g. "vae/config.json".
 
     Raises:
-        InputError: If `out` or a folder in it contains others, or if `out` is a file or ends in
-            .safetensors.
+        InputError: If `out` or a folder in it contains another file, or if `out` is a file or ends
+            in .safetensors.
     """
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")

@@ -80,8 +80,8 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     solrl doctor flux1_sol_rl_hpsv2 mesh.fsdp=8 reward.paths.hpsv2=weights/hpsv2.safetensors
 
     \f
-    Reward functions from outside the package are imported, unless something is missing before that
-    (`find_missing`). The kernels run on the first device alone.
+    Reward functions from outside the package are imported, unless something is missing that is
+    checked before rewards (`find_missing`). The kernels run on the first device only.
 
     Args:
         preset: The name of a preset; None: only the machine is described.
@@ -181,11 +181,11 @@ def find_missing(config: Config) -> dict[str, Any]:
     """Finds what this machine lacks to run a configuration. Loads no weights, and downloads nothing
     but prompt sets of the hub that its cache lacks.
 
-    All parts are checked, so that the result names everything that is missing; but names, options
-    and functions of rewards are checked (and functions imported) only if the prompts, the cache and
-    the files of rewards can be used and nothing has to be downloaded. If the configuration uses
-    judges (vision-language models behind an HTTP endpoint), each gets requests in any case
-    (`_probe_judge`). JAX's backend is started.
+    All parts are checked, so that the result names everything that is missing. There is one
+    exception: names, options and functions of rewards are checked (and functions imported) only if
+    the prompts, the instruction, the cache and the files of rewards can be used and nothing has to
+    be downloaded. If the configuration uses judges (vision-language models behind an HTTP
+    endpoint), each is tested with requests in any case (`_probe_judge`). JAX's backend is started.
 
     Args:
         config: The configuration to check.
@@ -281,9 +281,9 @@ def _probe_judge(name: str, config: Config) -> str:
     """Tests a judge, a vision-language model behind an HTTP endpoint, with a request for a gray
     image.
 
-    While the endpoint refuses it, it is sent again without one of its parts (in turn the seed, the
-    log-probabilities, the JSON schema and the images), and at last without all of these, so that
-    the error says what the endpoint would accept.
+    If the endpoint refuses the request, it is sent again without one of its parts: in turn the
+    seed, the log-probabilities, the JSON schema and the images, and finally without all of these.
+    The first answer ends this, so the error can say what the endpoint would accept.
 
     Args:
         name: The name of the judge as a reward: "judge" or "judge-NAME".
@@ -323,12 +323,12 @@ def proposal(config: Config) -> dict[str, Any]:
         config: The configuration: a preset with its overrides.
 
     Returns:
-        A dict: "settings" (a list of `key=value` that differ from `config`, also those that an
-        override names, which training with `mesh=auto` would leave to the override), "planned" (the
-        bytes of one device that a plan on record in the package needs with these settings; None if
-        they are a guess or nothing is proposed), "seconds" (lower bounds from that plan, by the
-        name of the phase of an iteration; {} without a plan, or if it is for another kind of
-        device) and "reason" (a line on where the settings come from, or why there are none).
+        A dict with four entries. "settings": a list of `key=value` that differ from `config`.
+        Training with `mesh=auto` would not change settings that an override names, but the list has
+        them too. "planned": the bytes of one device that a plan in the package needs with these
+        settings; None if they are a guess or nothing is proposed. "seconds": lower bounds from that
+        plan, by the name of the phase of an iteration; {} without a plan, or if it is for another
+        kind of device. "reason": a line on where the settings come from, or why there are none.
     """
     here = api.this_machine()
     chosen = proposals.propose(config, here, proposals.load_records())
@@ -527,8 +527,8 @@ def table(summary: dict[str, Any]) -> str:
             "proposal", the result of `proposal`.
 
     Returns:
-        Lines of the form "SUBJECT TEXT", with the subject "wrong" for each kernel that is. The last
-        ones have the subject "missing": one line for each problem, or a single line with the text
+        Lines of the form "SUBJECT TEXT". Each wrong kernel has a line with the subject "wrong". The
+        last lines have the subject "missing": one for each problem, or a single one with the text
         "nothing".
     """
     versions = summary["versions"]

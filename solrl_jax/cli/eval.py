@@ -87,8 +87,8 @@ def command(
     `eval.num_prompts` test prompts.
 
     Args:
-        target: A run directory, the name of a preset, or a model, that is a directory in the layout
-            of diffusers or "embedded:NAME". The policy of a preset or a model is the one that
+        target: A run directory, the name of a preset, or a model (a directory in the layout of
+            diffusers, or "embedded:NAME"). The policy of a preset or a model is the one that
             training starts from.
         overrides: Settings `key=value` that differ from those of the target. With `paired`, the
             first one is not a setting, but the run, preset or model to compare with.
@@ -255,8 +255,8 @@ def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
 
     Raises:
         InputError: If the prompts cannot be encoded, or a user's reward inside JAX fails.
-        RunError: If a reward outside of JAX fails and `reward.on_failure` is "stop", or the cache
-            of prompts cannot be written.
+        RunError: If a reward outside of JAX fails and `reward.on_failure` is "stop", or fails 32
+            times in a row, or if the cache of prompts cannot be written.
     """
     config = experiment.config.eval
     with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as progress:
@@ -278,8 +278,8 @@ def _save_comparison(
 
     Args:
         path: The file to write. An existing one is replaced.
-        differing: The images that are compared, of which `gains`, the differences of their rewards,
-            one row per prompt, are read.
+        differing: The images that are compared. Only `gains` is read: the differences of their
+            rewards, one row per prompt.
         names: The names of the first and the second policy, as headings.
         first: The images of the first policy, for the left side, with their prompts and, if there
             is a verifier, whether it accepts each image (`accepted`), which is drawn as a mark.

@@ -69,18 +69,18 @@ def command(
 
     \f
     Args:
-        target: A run directory or the name of a preset. The weights of a run are those of the EMA
-            policy of its newest checkpoint, those of a preset the ones that training starts from.
+        target: A run directory or the name of a preset. For a run, the weights are those of the EMA
+            policy of its newest checkpoint. For a preset, they are those that training starts from.
         overrides: Settings that differ, as `key=value`.
         errors: Whether to load the weights, and measure the relative error (Frobenius norm) of each
             quantized weight in the format alone, without other exploration options. Not together
             with `sensitivity`.
-        sensitivity: The number of held-out prompts, from the first one on, for which images are
-            generated to measure how quantizing each group of layers (a module of the blocks, in all
-            blocks together) changes the ranking of candidates, and to propose which groups to leave
-            unquantized. All candidates of these prompts are generated once in full, explored once
-            with nothing quantized, and explored once per group with this group alone quantized.
-            None: not measured.
+        sensitivity: The number of held-out prompts, from the first one on, with which to measure
+            how quantizing each group of layers changes the ranking of candidates. A group is one
+            module of the blocks, in all blocks together. All candidates of these prompts are
+            generated once in full, explored once without quantization, and explored once per group
+            with only this group quantized. The result also proposes which groups to leave
+            unquantized. None: not measured.
         drop: By how much the proposal may lower the rank correlation (Spearman) between the rewards
             of quantized exploration and of regeneration, 0 to 2; None: 0.02. Only with
             `sensitivity`.

@@ -96,8 +96,8 @@ class Commands(click.Group):
 
         Args:
             ctx: The context of click.
-            args: The arguments of the command line, at least one, of which the first is the name of
-                the command.
+            args: The arguments of the command line, at least one. The first is the name of the
+                command.
 
         Returns:
             The name of the command as it was typed, the command, and the arguments after its name.
@@ -166,7 +166,7 @@ def with_options(message: str, command: click.Command) -> str:
 
     Args:
         message: The message of the error.
-        command: The command that raised it, whose options are looked for.
+        command: The command that raised it. Only the names of its options are rewritten.
 
     Returns:
         The rewritten message.
@@ -192,9 +192,9 @@ def main() -> None:
     `--json` also as an object on standard output, and ends the process. Call it in the main thread.
 
     Also prepares the process: sets environment variables so that libraries print less and
-    matplotlib opens no window, removes settings of JAX from the environment with which it cannot
-    run (`FOREIGN_SETTINGS`), lets SIGTERM and SIGHUP act as Ctrl-C (SIGHUP stays ignored if it
-    was), ends `signals.block`, and makes standard streams accept any text.
+    matplotlib opens no window, removes JAX settings that this package does not support from the
+    environment (`FOREIGN_SETTINGS`), lets SIGTERM and SIGHUP act as Ctrl-C (SIGHUP stays ignored if
+    it was), ends `signals.block`, and makes standard streams accept any text.
 
     Raises:
         SystemExit: With code 1, 2 or 130, if the command did not succeed. A function that ends the

@@ -45,10 +45,10 @@ class _Path(click.Path):
             A `StorePath` if the text begins with gs:// or s3://, otherwise a `pathlib.Path`.
 
         Raises:
-            click.BadParameter: If the text is empty, the URL of an object store for a path that is
-                no run directory, not a possible path (also for a `~USER` that does not exist), or
-                that of an unreadable file.
-            InputError: If it is a URL without a bucket for a run directory.
+            click.BadParameter: If the text is empty, contains a null character, begins with the
+                `~USER` of a user that does not exist, or names a file or directory that may not be
+                read; or if it is the URL of an object store and the path is not a run directory.
+            InputError: If the path is a run directory, and the text is a URL without a bucket.
         """
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)

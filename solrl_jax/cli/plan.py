@@ -48,10 +48,10 @@ def command(
 
     \f
     Compiles on all CPU cores. Also imports objectives and rewards from outside the package, and
-    reads the prompt sets, of which those of the hub are downloaded unless they are in the hub's
-    cache. A model is not downloaded: its configuration is read from its directory, the hub's cache
-    or the package. Sets environment variables for the rest of the process, with which JAX runs on
-    the CPU without a compilation cache, and libtpu looks for no TPU (`planning.topology.prepare`).
+    reads the prompt sets. Those of the hub are downloaded unless they are in the hub's cache. A
+    model is not downloaded: its configuration is read from its directory, the hub's cache or the
+    package. Sets environment variables for the rest of the process, so that JAX runs on the CPU
+    without a compilation cache and libtpu does not look for a TPU (`planning.topology.prepare`).
 
     Args:
         preset: The name of a preset.

@@ -38,8 +38,8 @@ def command(show: str | None, show_all: bool, overrides: tuple[str, ...], as_jso
 
     \f
     Args:
-        show: The name of the preset to show, for which its prompt sets are read, and downloaded if
-            they are on the hub and not in its cache. None: all presets are listed.
+        show: The name of the preset to show. Its prompt sets are read, and downloaded if they are
+            on the hub and not in its cache. None: all presets are listed.
         show_all: Whether settings without effect are shown too. Only with `show`.
         overrides: Settings that differ, as `key=value`. Only with `show`.
         as_json: Whether to print one line of JSON in place of text: "presets" (the rows of the
@@ -99,8 +99,8 @@ def shown_settings(config: Config, show_all: bool) -> dict[str, Any]:
 
 
 def _without(tree: Mapping[str, Any], hidden: set[str], prefix: str) -> dict[str, Any]:
-    """Returns a copy of the settings of a section, without some fields. A section of which no field
-    is left stays as an empty dict.
+    """Returns a copy of the settings of a section, without some fields. A section that has no field
+    left stays as an empty dict.
 
     Args:
         tree: Nested dicts by section and field.

@@ -11,8 +11,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def block() -> None:
-    """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread until the next call of `unblock`, even
-    if this was called several times.
+    """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread until the next call of `unblock`. Calls
+    are not counted: a single `unblock` ends several of them.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
@@ -26,8 +26,8 @@ def unblock() -> None:
 def blocked() -> Iterator[None]:
     """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread during a `with` statement.
 
-    Signals that were held back arrive at its end. If two such statements are nested, they arrive
-    at the end of the inner one, and the outer one holds back no more.
+    Signals that were held back arrive at its end. If two such statements are nested, signals arrive
+    at the end of the inner one, and the rest of the outer one holds back nothing.
     """
     block()
     try:

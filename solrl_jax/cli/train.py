@@ -83,7 +83,7 @@ def command(
             memory, and with a `report.html` that this package did not write, which is then
             replaced.
         as_json: Whether to print the result as one line of JSON in place of text, also if training
-            was interrupted. Of several processes, only the first prints.
+            was interrupted. If there are several processes, only the first prints.
         **processes: "hosts" (the number of processes as text, or "auto"; None for a single one),
             "host" (the number of this process, from 0) and "coordinator" (HOST:PORT of the first
             process). The last two must be given if "hosts" is a number, and be None otherwise.
@@ -121,14 +121,14 @@ def command(
 
 
 def closing_lines(summary: dict[str, Any], html_report: bool) -> str:
-    """Returns the lines that `solrl train` ends with: what was gained, the report, and the commands
-    that generate images and export the policy.
+    """Returns the lines that `solrl train` prints at its end: the gain, the report, and the
+    commands that generate images and export the policy.
 
     Args:
-        summary: The result of `api.train`: a dict, of which "run" (the directory), "before" and
-            "after" (metrics of the evaluations before and after training) and "trained_in_full"
-            (the number of arrays that are trained in full; above 0, the policy is exported to a
-            directory and not to a LoRA file) are used.
+        summary: The result of `api.train`. The function reads its entries "run" (the directory),
+            "before" and "after" (metrics of the evaluations before and after training) and
+            "trained_in_full" (the number of arrays that are trained in full; if it is above 0, the
+            policy is exported to a directory and not to a LoRA file).
         html_report: Whether the run wrote `report.html`. If not, the command that writes it is
             shown.
 

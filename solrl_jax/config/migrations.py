@@ -83,10 +83,10 @@ def current_value(key: str, value: Any) -> Any:
         value: The value. For a section it is a dict, whose keys and values are all translated.
 
     Returns:
-        The value with all names in it as they are now; a new dict for a section. For example, the
-        value "products" of "model.remat" becomes "matmuls". Each field stays in its section, which
-        may be renamed itself, and unknown names stay. Values that did not change are returned as
-        they are, also that of `version`.
+        The value with the present names in it; for a section, a new dict. For example, the value
+        "products" of "model.remat" becomes "matmuls". No field moves to another section, and
+        unknown names stay. Values that did not change are returned as they are, also that of
+        `version`.
     """
     if isinstance(value, Mapping):
         prefix = f"{key}." if key else ""

@@ -82,15 +82,16 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
             ("rollout.kept=12"); text without quotes is taken as it is, "#" included. Or the key may
             be "model", "family", "explore", "objective" or "reward", and the value the name of a
             file in this folder of `solrl_jax/configs/` ("model=flux1"). (If the value is a mapping,
-            "model" and "reward" are sections instead, and the others are refused.) "objective" and
-            "reward" also accept a function `module:function`, and "reward" the URL of a service or
-            an entry point of another package.
+            "model" and "reward" name the sections instead, and the other three are refused,
+            "family" only by `build_config`.) "objective" and "reward" also accept a function
+            `module:function`, and "reward" the URL of a service or an entry point of another
+            package.
 
     Returns:
         The settings, the chosen files, and a message for each override that cannot be used. A
-        function, URL or entry point becomes the first setting (`algorithm.objective`, or
-        `reward.weights` with it alone, of weight 1), so all other overrides of this field win over
-        it, wherever they stand.
+        function, URL or entry point becomes the first setting: `algorithm.objective`, or
+        `reward.weights` with this reward alone, of weight 1. All other overrides of this field
+        therefore win over it, wherever they stand.
     """
     parsed = Overrides()
     plugins: dict[str, str] = {}  # the last choice for "reward" and "objective", if that is no file
@@ -168,8 +169,8 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
         tree: The configuration as nested dicts by section and field. It is changed.
         new: Nested dicts of the same form with the settings to copy. It is not changed, and `tree`
             shares no list or dict with it. Other fields of a section stay; a field that is a list
-            or a dict is replaced as a whole, and so is a section that is no dict in `tree` or in
-            `new`. Names that are no fields are copied too, and nothing is checked.
+            or a dict is replaced as a whole, and so is a section that is not a dict in `tree` or in
+            `new`. Unknown names are copied too; nothing is checked.
         prefix: The dotted name of the section that `tree` and `new` are, with a dot at its end,
             e.g. "rollout."; "" for the whole configuration.
     """
@@ -189,11 +190,11 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
         tree: The configuration as nested dicts by section and field. It is changed.
         key: The dotted name of the field, e.g. "rollout.kept", or of an entry in `reward.weights`,
             `reward.paths` or `reward.options`, e.g. "reward.weights.shapes". Names of such entries
-            may contain dots; but below `reward.options`, unless the value is a dict, the last dot
-            separates the reward from its option. It may also name a section, whose other fields
-            stay. A name that is no field is added, and `build_config` refuses it. If an earlier
-            override put a value that is no dict in place of the section, nothing happens, because
-            `build_config` refuses that value.
+            may contain dots. Below `reward.options`, however, the last dot separates the reward
+            from its option unless the value is a dict. The key may also name a section, whose other
+            fields stay. A name that is no field is added, and `build_config` refuses it. If an
+            earlier override put a value that is no dict in place of the section, nothing happens,
+            because `build_config` refuses that value.
         value: The new value, which is copied and not checked; for a section a dict of fields
             (anything else replaces the section).
     """

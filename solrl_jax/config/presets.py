@@ -120,11 +120,11 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
         config: The configuration. It is not changed.
         overrides: Texts `key=value`; later ones win. A key is the dotted name of a field, with a
             value in YAML ("rollout.kept=12"). "explore=NAME" sets the fields of a file in
-            `solrl_jax/configs/explore/`, over which explicit fields win, and updates the model's
-            quantization rules, unless the user has changed them. Other files are refused, also
-            "objective=nft" (the field is `algorithm.objective`), but "objective" and "reward" may
-            name e.g. a user's function (`parse_overrides`). Field names of the previous version are
-            accepted, with a FutureWarning.
+            `solrl_jax/configs/explore/`; explicit fields win over it. It also updates the model's
+            quantization rules, unless the user has changed them. Other files are refused:
+            "objective=nft", for instance, is an error (set the field `algorithm.objective`). But
+            "objective" and "reward" may name e.g. a user's function (`parse_overrides`). Field
+            names of the previous version are accepted, with a FutureWarning.
 
     Returns:
         The new configuration, checked.
@@ -212,8 +212,8 @@ def _apply_files(
     fields of a section stay. Nothing but the conditions is checked.
 
     Conditional settings of a file, such as `family=sol_rl: {rollout: ...}` under `when`, only apply
-    if that file was chosen for that part. They are copied after the other settings of all files, in
-    the order of the files.
+    if the named file was chosen for the named part. They are copied after the other settings of all
+    files, in the order of the files.
 
     Args:
         tree: The configuration as nested dicts. It is changed.
@@ -246,8 +246,8 @@ def _apply_quantization_rules(tree: dict[str, Any], model: str, option_set: str)
     in place.
 
     The section of a preset depends on its model and its exploration options
-    (`_quantization_rules`). A section that differs from those of all sets was changed by the user,
-    and stays.
+    (`_quantization_rules`). If the model has the present section with none of the sets, the user
+    has changed it, and it stays.
 
     Args:
         tree: The configuration as nested dicts. It is changed.

@@ -152,8 +152,8 @@ class Model(Section):
             "embedded:NAME" for a pipeline inside this package.
         height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
         width: Image width in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
-        frames: The number of frames of clips, 1 to 16384, for sizes of (height, width) alone;
-            required by video models. None: the model makes images.
+        frames: The number of frames of clips, 1 to 16384, where a size gives only height and width.
+            Video models require it. None: the model makes images.
         max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
         instruction: A text file with an instruction that precedes every prompt (the
             `complex_human_instruction` of SANA). None: no instruction.
@@ -211,22 +211,23 @@ class Explore(Section):
             schedule with `rollout.num_steps` steps; the others skip evenly through the rest of it,
             and their solver coefficients are fitted to samples of the base model.
         exact_steps: The number of steps at the beginning that run in `rollout.precision` instead,
-            at least 0 and less than `num_steps`. No effect if `precision` does not quantize. Where
-            they are the first steps of the regeneration too and add no noise, the regeneration
-            starts after them (`rl.explore.continuation`).
+            at least 0 and less than `num_steps`. No effect if `precision` does not quantize. If
+            regeneration has the same first steps and they add no noise, it usually takes over their
+            latents and starts after them (`rl.explore.continuation`).
         correction_rank: The rank of an unquantized low-rank branch beside each quantized matmul, as
             in SVDQuant, 0 to 4096. 0: no branch.
         attention: "default": softmax attention runs in the training precision. "fp8": it runs in
             FP8 (E4M3), for FLUX.1, FLUX.2, SD3 and Wan, with a `precision` that quantizes.
         min_rank_correlation: The smallest accepted Spearman correlation, from -1 to 1, between the
-            rewards of a prompt's kept samples in exploration and after regeneration, as the mean
-            over the prompts of an iteration. If the median of the last 3 iterations is below it,
-            the run explores with all steps, and then in finer formats (FP8, and the training
-            precision), one change at a time; it tries to undo the last one after 10 good
-            iterations, and after twice as many each time that this fails. None: nothing is changed.
-            It needs `rollout.regenerate`, and `reward` None.
-        reward: Weights of other scores that rank the candidates, by name, for the case that those
-            in `reward.weights` are too slow or too expensive for all candidates. The kept ones are
+            rewards of a prompt's kept samples in exploration and after regeneration, averaged over
+            the prompts of an iteration. If the median over the last 3 iterations is below it, the
+            run makes exploration more faithful: first with all solver steps, then in FP8 (if that
+            is finer), then in the training precision, one change at a time. After 10 iterations
+            with the same setting, if the median is high enough, the run undoes the last change as a
+            trial. Each time that a trial fails, the number of iterations before the next one
+            doubles. None: nothing is changed. It needs `rollout.regenerate`, and `reward` None.
+        reward: Weights of other scores that rank the candidates, by name, for use if those in
+            `reward.weights` are too slow or too expensive for all candidates. The kept samples are
             scored by `reward.weights` in any case. None: `reward.weights` ranks the candidates. It
             needs `rollout.regenerate`.
     """
@@ -256,10 +257,10 @@ class Rollout(Section):
             and the K/2 worst. "best_random": the K/2 best (rounded down) and random others.
             "random": random ones. "best": the K best.
         explore: How candidates are generated: number format, steps and noise levels.
-        size: The (height, width) in pixels of the images for training, or a tuple of several sizes:
-            as many iterations in a row use each of them once, in an order that is drawn anew each
-            time, from `seed`. A size of clips may have a number of frames as a third entry. None:
-            the size in the section `model`.
+        size: The (height, width) in pixels of the images for training, or a tuple of several sizes.
+            With n sizes, every block of n iterations uses each of them once, in an order that is
+            drawn anew for each block from `seed`. A size of clips may have a number of frames as a
+            third entry. None: the size in the section `model`.
         regenerate: True: the kept samples are generated again from the same noise, in `precision`
             with `num_steps` steps. False: the explored samples are trained on.
         num_steps: The number of solver steps of regeneration, 1 to 1000. The update trains at the
@@ -458,10 +459,11 @@ class Reward(Section):
     """The reward: a weighted sum of named scores, and how they are computed.
 
     A score is named by its reward: a name in the package such as "pickscore", "judge-NAME", a
-    function `module:function`, an entry point of another package, or the URL of a service. A reward
-    with several scores has one of its own name, and names the others "REWARD/SCORE", e.g.
-    "geneval/strict". Services, judges, functions that are given images, and "ocr", "geneval" and
-    the "jpeg_" rewards of the package are rewards outside JAX, which worker processes compute.
+    function `module:function`, an entry point of another package, or the URL of a service. If a
+    reward has several scores, one has the name of the reward, and the others are named
+    "REWARD/SCORE", e.g. "geneval/strict". Services, judges, functions that are given images, and
+    "ocr", "geneval" and the "jpeg_" rewards of the package are rewards outside JAX, which worker
+    processes compute.
 
     Attributes:
         weights: The weight of each score by its name, at least one. Weights may be negative.
@@ -472,24 +474,26 @@ class Reward(Section):
             Repositories are downloaded unless they are in the hub's cache.
         options: Keyword arguments of functions and of rewards outside JAX, by the name of the
             reward, e.g. {"ocr": {"threads": 2}}.
-        eval_only: Names of scores that evaluations also compute, but that are not trained on. They
-            reveal reward hacking.
+        eval_only: Names of scores that evaluations compute in addition and that are not trained on.
+            They reveal reward hacking.
         workers: The number of processes per host, 1 to 256, that compute rewards outside JAX.
         timeout: The seconds that a reward outside JAX may take for one batch of images, above 0 and
             at most 1e6.
         on_failure: What happens if a call of a reward outside JAX fails. "stop": the run ends.
             "skip": its images have no score, so they are not trained on and not counted in
             evaluations; the run ends after 32 calls of one reward in a row without any score.
-        group_size: For rewards that compare images with each other: how many candidates of a prompt
-            they compare at once at most, 2 to 4096. More candidates are divided into groups.
+        group_size: For rewards that compare images with each other: the largest number of
+            candidates of a prompt that they compare at once, 2 to 4096. More candidates are divided
+            into groups.
         frames: The number of frames of a clip that rewards score as images, at least 1 (all of
             them, if the clip has fewer). 1: the first frame, and no other is decoded in rollouts.
             More are equally spaced from the first to the last, and the score of the clip is the
             mean over them. No effect on rewards of whole clips. It must be 1 if all rewards are of
             whole clips, or if one compares images with each other.
-        combine: How several scores make one ranking and one advantage. "sum": by their weighted
-            sum. "advantages": each score is first normalized over the candidates of its prompt, so
-            that its scale does not matter (MixGRPO, GDPO); this needs at least two scores.
+        combine: How several scores are combined into one ranking and one advantage. "sum": by their
+            weighted sum. "advantages": each score is first normalized over the candidates of its
+            prompt, so that its scale does not matter (MixGRPO, GDPO); this needs at least two
+            scores.
 
     Raises:
         ConfigError: If a name is a URL with a user name, a password or a token, a score is both in
@@ -551,13 +555,13 @@ class Algorithm(Section):
             mean squared difference of the predicted velocities).
         kl_fraction: The fraction of the loss terms, above 0 and at most 1, for which that distance
             is computed, to save time. They are drawn at random and scaled up. Their number in a
-            micro-batch of `optimizer.per_device_batch_size` terms is rounded up: 0.25 computes it
-            for one of 2 terms, and for every term in micro-batches of 1. Must be 1 with dpo and
-            with functions of yours.
+            micro-batch of `optimizer.per_device_batch_size` terms is rounded up. For example, 0.25
+            computes the distance for one term in micro-batches of 2, and for every term in
+            micro-batches of 1. Must be 1 with dpo and with functions of yours.
         clip_range: Above 0, for flow_grpo, mix_grpo, dance_grpo, flow_cps, grpo_guard and awm: the
             probability ratio of the trained to the old policy is clipped to 1 +- this.
-        kl_mask_threshold: Above 0, for flow_dppo: terms that increase the divergence of the trained
-            from the old policy are left out where it exceeds this.
+        kl_mask_threshold: Above 0, for flow_dppo: where the divergence of the trained from the old
+            policy is at least this, terms that would increase it further are left out.
         query_sigma: Above 0 and at most 1, for objectives on reward gradients (opsd, refl, or
             yours): each sample is trained at the state of its trajectory with the nearest noise
             level. Ignored if `last_steps` is set.
@@ -571,20 +575,20 @@ class Algorithm(Section):
             which each target is reached.
         adv_clip_max: Advantages, in standard deviations of the reward, are clipped to +- this;
             above 0.
-        adv_mode: What is made of the clipped advantages. "all": nothing. "positive_only",
+        adv_mode: How the clipped advantages are changed. "all": not at all. "positive_only",
             "negative_only": those of the other sign become 0. "one_only": positive ones become 1,
             others 0. "binary": they are replaced by their sign.
         global_std: Whether rewards are divided by their standard deviation over the whole iteration
             (True) or over the samples of their own prompt (False).
         timestep_fraction: The share of the schedule's sigmas at which each sample is trained, above
             0 and at most 1. At least one sigma must result. They are drawn at random for each
-            sample, from the steps that add noise where the objective trains on these. opsd, refl
+            sample. Objectives on transitions draw only from the steps that add noise. opsd, refl
             and draft do not read it.
-        decay_type: How slowly the old policy follows the trained one. After each iteration the mean
-            of both replaces it, in which its weight is the decay rate. 0: the rate is 0, so it
-            becomes the trained one. 1: the rate grows by 0.001 per optimizer step of the run up to
-            0.5. 2: it is 0 up to step 75 and then grows by 0.0075 per step up to 0.999. 3: as 1,
-            but up to 0.3.
+        decay_type: How slowly the old policy follows the trained one, 0 to 3. After each iteration
+            the old policy becomes `d * old + (1 - d) * trained`, with a decay rate d. 0: d is 0, so
+            the old policy becomes the trained one. 1: d grows by 0.001 per optimizer step of the
+            run up to 0.5. 2: d is 0 up to step 75 and then grows by 0.0075 per step up to 0.999. 3:
+            as 1, but up to 0.3.
         ema_decay: The decay rate of the EMA (an exponential moving average of the policy) per
             optimizer step, at least 0 and below 1. At step t, from 1, it is at most (1 + t) / (10 +
             t).
@@ -632,8 +636,8 @@ class Algorithm(Section):
         "samples": kept samples, to which noise is added. "pairs": a good and a bad sample of the
         same prompt. "transitions": recorded steps of a stochastic solver. "reward_gradients": one
         recorded state of each sample, with targets that are made from the gradient of the reward. A
-        function of the user's is imported, and has this text as its attribute `trains_on`
-        ("samples" without it).
+        user's function is imported, and its attribute `trains_on` gives this text ("samples" if it
+        has none).
 
         Raises:
             ConfigError: If that attribute has another value.
@@ -659,12 +663,12 @@ class Lora(Section):
         rank: The rank of A and B, 1 to 4096.
         alpha: Adapters are scaled by alpha / rank; above 0.
         target_modules: Regular expressions of parameter paths, at least one. A linear layer whose
-            whole path matches one of them gets an adapter. Each must match linear layers alone, at
-            least one. The default is for SANA.
+            whole path matches one of them gets an adapter. Each must match at least one linear
+            layer, and nothing else. The default is for SANA.
         path: A LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or
             ComfyUI, with the same rank and alpha. None: training starts from the base model.
-        skip_text_encoders: Whether adapters of text encoders in that file are ignored. Otherwise
-            such a file is refused.
+        skip_text_encoders: Whether adapters of text encoders in that file are ignored. If not, a
+            file with such adapters is refused.
     """
 
     rank: Annotated[Integer, Field(ge=1, le=2**12)] = 32
@@ -736,13 +740,14 @@ class Train(Section):
     Attributes:
         iterations: The number of iterations, at least 1. Each generates samples, selects some, and
             updates the policy.
-        num_prompts: The number of prompts per iteration, at least 1. If the set has fewer, it
-            becomes the largest number up to that of the set with which this configuration is valid.
+        num_prompts: The number of prompts per iteration, at least 1. If the prompt set has fewer,
+            it is reduced to the largest number, up to the size of the set, with which the
+            configuration is valid.
         parameters: What is trained. "adapters": the LoRA adapters. "all": all parameters of the
-            transformer, without adapters. Any other text is a regular expression: parameters whose
-            whole path, such as "transformer_blocks/attn2/to_k/kernel" (one path for the layers of
-            all blocks), matches it are trained in full, and the other targets of `lora` get
-            adapters. Parameters that `model.attention="mhla"` adds are trained in full in any case.
+            transformer, without adapters. Any other text is a regular expression. Parameters whose
+            whole path matches it are trained in full, and the other targets of `lora` get adapters.
+            A path such as "transformer_blocks/attn2/to_k/kernel" stands for the layers of all
+            blocks. Parameters that `model.attention="mhla"` adds are trained in full in any case.
     """
 
     iterations: PositiveInt = 1000
@@ -785,9 +790,9 @@ class Mesh(Section):
 
     Attributes:
         data: The number of devices along the axis whose devices have different samples and the same
-            parameters. At least 1 (devices that the mesh does not need stay unused, but each
-            process must have one in it), or -1 for all devices; the product of the other axes must
-            then divide their number.
+            parameters. At least 1, or -1 to use all devices; the product of the other axes must
+            then divide their number. Devices that the mesh does not need stay unused, but it must
+            contain at least one of each process.
         fsdp: The number of devices along the axis whose devices have different samples and share
             the parameters (fully sharded data parallelism), at least 1.
         tensor: The number of devices along the axis whose devices share each matmul (tensor
@@ -887,10 +892,9 @@ class Config(Section):
         """Checks the rules between sections, without importing an objective `module:function`.
 
         Raises:
-            ConfigError: For the first broken rule, in this order: a sigma is trained, and terms
-                divide among the optimizer steps; BF16 does not round the old policy's moves away;
-                devices that share tokens train adapters, or in float32; and, with an objective of
-                the package, its pairs are whole or its transitions have noise.
+            ConfigError: From the first check that fails, in this order: `_check_terms`,
+                `_check_old_policy`, `_check_sequence` and, for an objective of the package,
+                `check_objective`.
         """
         self._check_terms()
         self._check_old_policy()
@@ -960,16 +964,17 @@ class Config(Section):
         """Checks the settings that the objective requires, by what it trains on
         (`Algorithm.trains_on`).
 
-        A function of the user's is imported for this. So a new `Config` checks only the objectives
-        of the package, and this method must be called for a function.
+        A user's function is imported for this. Creating a `Config` therefore checks only objectives
+        of the package, and this method must be called to check a function.
 
         Raises:
-            ConfigError: If an objective on pairs gets an odd number of samples or terms; if one on
-                transitions gets too few steps that add noise; if one on reward gradients gets
-                another `reward.combine` than "sum", an unsuitable `algorithm.last_steps`, or (for a
-                function) several sigmas; or if one on transitions or reward gradients gets samples
-                of a quantized exploration without regeneration. Also if the function's attribute
-                `trains_on` has an unknown value.
+            ConfigError: If a requirement of the objective is not met, or the attribute `trains_on`
+                of a function has an unknown value. An objective on pairs needs an even
+                `rollout.kept`, an even `optimizer.per_device_batch_size` and an even number of
+                terms per optimizer step. One on transitions needs enough steps that add noise. One
+                on reward gradients needs `reward.combine` "sum", a suitable `algorithm.last_steps`
+                and (for a function) a single sigma. Without regeneration, the last two kinds also
+                need `rollout.explore.precision` "bf16" or "fp32".
             ImportError, AttributeError: If the function does not exist.
         """
         match self.algorithm.trains_on:
@@ -1041,9 +1046,9 @@ class Config(Section):
 
         Raises:
             ConfigError: If `rollout.regenerate` is false and `rollout.explore.precision` is not
-                "bf16" or "fp32"; if `reward.combine` is not "sum", whose gradient is the one that
-                is taken; if `algorithm.last_steps` exceeds `rollout.num_steps`, or is not 1 for
-                draft; or if an objective `module:function` trains at more than one sigma, by
+                "bf16" or "fp32"; if `reward.combine` is not "sum", the only one whose gradient is
+                taken; if `algorithm.last_steps` exceeds `rollout.num_steps`, or is not 1 for draft;
+                or if an objective `module:function` trains at more than one sigma, by
                 `algorithm.timestep_fraction`.
         """
         purpose = f"for the reward gradients of algorithm.objective={self.algorithm.objective}"
@@ -1104,7 +1109,7 @@ class Config(Section):
         one and after each.
 
         It is the number of steps that add noise if the objective trains on transitions, and else 0;
-        the one state that reward gradients need is not counted. A function of the user's
+        the one state that reward gradients need is not counted. A user's function
         (`algorithm.objective`) is imported for this.
 
         Raises:

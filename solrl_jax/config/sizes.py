@@ -48,8 +48,7 @@ def training_sizes(config: Config) -> tuple[Size, ...]:
 
 
 def largest_training_size(config: Config) -> Size:
-    """Returns the size with the most pixels, those of all frames together, among those that are
-    trained on.
+    """Returns the training size with the most pixels, counted over all frames.
 
     Args:
         config: The configuration.

@@ -46,9 +46,9 @@ def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
         The configuration.
 
     Raises:
-        ConfigError: If there is any problem. Its message has all of them, joined by "; ", but of
-            broken rules between fields only the first one of each section, and of those between
-            sections only the first, if each section is valid.
+        ConfigError: If there is any problem. Its message joins all of them by "; ". For each
+            section, it has only the first broken rule between fields. Rules between sections are
+            checked only if all sections are valid, and only the first broken one is reported.
     """
     messages = list(problems)
     try:

@@ -99,9 +99,9 @@ def _parse_number(value: Any) -> Any:
     validator.
 
     Args:
-        value: Any value. A float is returned as it is. So is a bool, and what `float` cannot
-            convert, which pydantic then refuses. "nan" and "inf" become floats, which `Number`
-            refuses.
+        value: Any value. A float is returned as it is. A bool, or a value that `float` cannot
+            convert, is returned as it is too, and pydantic then refuses it. "nan" and "inf" become
+            floats, which `Number` refuses.
     """
     if isinstance(value, bool | float):
         return value
@@ -153,8 +153,8 @@ def _wrap_single_size(value: Any) -> Any:
             frames], or a list of such lists.
 
     Returns:
-        A list with the size if it is a single one, that is, a list whose first entry is no list.
-        Anything else as it is: an empty list, and a tuple, which counts as a tuple of sizes.
+        A list with the size if `value` is a single size, i.e. a nonempty list whose first entry is
+        not a list. Any other value as it is. A tuple counts as a tuple of sizes.
     """
     is_single = isinstance(value, list) and value and not isinstance(value[0], list)
     return [value] if is_single else value

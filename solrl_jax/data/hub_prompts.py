@@ -41,7 +41,7 @@ SPLIT_WORDS = {
     "evaluation": "test",
 }
 SHARD = re.compile(r"(?:^|/)(?P<split>[\w.]+)-\d+-of-(?P<count>\d+)(?:-[0-9a-f]+)?\.\w+$")
-# "**" at the start of a part that has more, e.g. "**.csv", and elsewhere in it. Older clients of
+# "**" at the start of a longer part, e.g. "**.csv", and "**" elsewhere in a part. Older clients of
 # the hub accepted such patterns, and `glob_translate` does not.
 LEADING_STARS = re.compile(r"(^|/)\*\*(?=[^/])")
 STARS = re.compile(r"(?<=[^/*])\*{2,}")
@@ -133,11 +133,11 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
 
     If the data set's card declares its files by split (`configs` with `data_files`), the declared
     patterns decide; splits without a matching file are left out. Otherwise only the files with the
-    most frequent ending count (of equally frequent ones, the first in `DATA_ENDINGS`; ".json" and
-    ".jsonl" are two), and their names decide. "NAME-00000-of-00002.parquet" belongs to the split
-    NAME (letters, digits, "_" and "." alone), and another file to the split that its path mentions,
-    e.g. "val" for "validation". If no file mentions a split, all belong to "train"; if only some
-    do, the others are left out.
+    most frequent ending count, and their names decide. If several endings are equally frequent, the
+    first in `DATA_ENDINGS` wins; ".json" and ".jsonl" are different endings.
+    "NAME-00000-of-00002.parquet" belongs to the split NAME (letters, digits, "_" and "." alone),
+    and another file to the split that its path mentions, e.g. "val" for "validation". If no file
+    mentions a split, all belong to "train"; if only some do, the others are left out.
 
     Args:
         files: The paths of all files of the repository, with "/" between the parts.
@@ -217,7 +217,7 @@ def _declared_splits(card: Mapping[str, Any]) -> dict[str, list[str]]:
     has `default: true` or `config_name: default`, or the first of all if none has. Its `data_files`
     is an object of patterns by split, a list of objects with "split" and "path" (the patterns), or
     patterns alone, whose files belong to "train". Patterns are a text or a list of texts. Entries
-    of other forms are left out.
+    of other forms are left out. If a list names a split twice, its last entry counts.
 
     Args:
         card: The metadata of the card by name. Only "configs" is read.
@@ -301,8 +301,8 @@ def _choose_split(splits: Mapping[str, list[str]], reference: Reference, where: 
 
 
 def _list_files(name: str, where: str) -> dict[str, int]:
-    """Lists the files of a data set: those on the hub, or, if the hub gives no list for whatever
-    reason, those in the local cache.
+    """Lists the files of a data set on the hub. If the hub gives no list, for any reason, those in
+    the local cache are listed.
 
     Args:
         name: The data set, OWNER/DATASET.

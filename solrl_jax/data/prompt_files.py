@@ -18,7 +18,7 @@ PROMPT_COLUMNS = ("prompt", "Prompt", "Prompts", "caption", "text")
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 TABLES = (*DELIMITERS, ".parquet")
-# All but the endings of text files, which may have any other.
+# All endings that are not read as text. Text files may have any other ending.
 ENDINGS = (".json", *JSON_LINES, *TABLES)
 
 
@@ -28,8 +28,8 @@ class Row(NamedTuple):
     Attributes:
         text: The text of the prompt, without white space around it; not empty.
         metadata: Everything else that the file says about the prompt: values of JSON by the name of
-            the column or key. Values of CSV and TSV files are text. Empty for a prompt without more
-            than its text.
+            the column or key. Values of CSV and TSV files are text. Empty if the file gives nothing
+            but the text.
         position: The place in the file, counted from 1, e.g. "line 3" (the last line of a CSV
             row), "item 3" of a JSON list or "row 3" of a Parquet file.
     """
@@ -64,8 +64,8 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
     Args:
         file: A .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .parquet file. Any other file is
             read as text with one prompt per line.
-        column: The name of the column, or the key of JSON objects, that holds the prompts. None:
-            the first of "prompt", "Prompt", "Prompts", "caption" and "text" that the file has. No
+        column: The name of the column, or the key of JSON objects, with the prompts. None: the
+            first of "prompt", "Prompt", "Prompts", "caption" and "text" that the file has. No
             effect for text files.
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
@@ -107,7 +107,7 @@ def read_text_file(file: Path, where: str, expected: str) -> str:
         expected: A description of the file that is expected, for the message if there is none.
 
     Returns:
-        Its content without a byte-order mark, in which line feeds stand for all line ends.
+        Its content without a byte-order mark and with line feeds as line ends.
 
     Raises:
         InputError: If the file does not exist, is a directory or a pipe, is larger, cannot be
@@ -270,9 +270,9 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
     """Reads a CSV or TSV file with a header.
 
     Args:
-        text: The content of the file. Values may be in quotation marks, with a doubled mark for one
-            inside. If those of a TSV file are used otherwise, all of them are read as ordinary
-            characters.
+        text: The content of the file. Values may be in quotation marks; a doubled mark inside
+            stands for one. If a TSV file breaks these rules, all its quotation marks are read as
+            ordinary characters.
         ending: ".csv", whose values are separated by commas, or ".tsv" by tabs.
         column: The column of the prompt. None: the first of "prompt", "Prompt", "Prompts",
             "caption" and "text" that the header has.
@@ -282,13 +282,13 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
         One row per row of the table after the header, without blank ones; none for a blank file.
         The metadata are the texts of the other columns as they are written, by the names in the
         header, which are read without white space around them. Values that are missing at the end
-        of a row are "". If two columns have the same name, the later one is read, also as the
+        of a row are "". If two columns have the same name, only the later one is read, even for the
         prompt.
 
     Raises:
-        InputError: If the quotation marks of a CSV file are used otherwise, a value is longer than
-            131,072 characters, there is no column of the prompt, a row has more values than the
-            header, or a row has no text in the column of the prompt.
+        InputError: If the quotation marks of a CSV file break the rules above, a value is longer
+            than 131,072 characters, there is no column of the prompt, a row has more values than
+            the header, or a row has no text in the column of the prompt.
     """
     delimiter = DELIMITERS[ending]
     try:
@@ -357,9 +357,9 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
 
     Raises:
         InputError: If the file is missing or cannot be read, has no such column, has more than
-            2**20 rows (`MAX_PROMPTS`), has a text that is not UTF-8 in a column that is not left
-            out, or has a row without a text in the column of the prompt (as every row if this
-            column is left out).
+            2**20 rows (`MAX_PROMPTS`), has a text that is not UTF-8 in a column that is read, or
+            has a row without a text in the column of the prompt. The latter is true of every row if
+            the prompt column has a type that is left out.
     """
     import pyarrow as pa  # not at the top, because worker processes import this file
     import pyarrow.parquet as pq

@@ -57,9 +57,9 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     Args:
         path: A file; "FILE:COLUMN" with the column or key of the prompts; "embedded:NAME" for a set
             that is shipped with the package; or "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set
-            of the Hugging Face hub, which is downloaded unless it is in the hub's cache; without
-            access to the hub, the cache alone is used. Its split is "train" by default, or the only
-            one. `~` is not expanded.
+            of the Hugging Face hub, which is downloaded unless it is in the hub's cache (without
+            access to the hub, only the cache is used). The default split is "train" if there is
+            one, else the only split. `~` is not expanded.
         field: The setting that names the file, e.g. "prompts.train", for messages.
         distinct: True: a repeated prompt is returned once, at its first place, with the metadata of
             its first row. False: all are returned, each with the metadata of its row.
@@ -70,9 +70,9 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     Raises:
         InputError: If the set cannot be found or read, holds no prompt or more than 2**20, or has a
             prompt that cannot be used: a blank one (blank lines excepted), one with characters that
-            `check_text` refuses, or one of more than 20,000. Also, whatever `distinct` is, if a
-            prompt is repeated with other metadata; this is accepted only in tables (.csv, .tsv,
-            .parquet) and data sets of the hub.
+            `check_text` refuses, or one of more than 20,000 characters. Also, whatever `distinct`
+            is, if a prompt is repeated with other metadata, except in tables (.csv, .tsv, .parquet)
+            and data sets of the hub.
     """
     where = f"{field}={path!r}"
     if path.startswith(HUB):
@@ -124,19 +124,19 @@ def _hub_prompts(path: str, where: str) -> list[Prompt]:
     Also downloads the files of the split, unless they are in the hub's cache.
 
     Args:
-        path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]". By default (also if empty) the split is "train",
-            or the only one, and the column is the first of "prompt", "Prompt", "Prompts", "caption"
-            and "text" that a file has.
+        path: "hub:OWNER/DATASET[:SPLIT][:COLUMN]". If the split is missing or empty, it is "train"
+            or, without a split "train", the only one. If the column is missing or empty, it is the
+            first of "prompt", "Prompt", "Prompts", "caption" and "text" that a file has.
         where: The start of messages: the setting and its value, e.g. "prompts.train='hub:a/b'".
 
     Returns:
         The prompts of all files of the split with their metadata, in the order of the files' paths.
 
     Raises:
-        InputError: If `path` is malformed; if the data set is not available, has no such split or
-            column, or has several splits while `path` names none and none is "train"; if files of
-            the split are missing, or have more than 4 GiB or 2**20 prompts together; or if a text
-            cannot be used as a prompt.
+        InputError: If `path` is malformed; if the data set is not available or has no such split or
+            column; if it has several splits, none of them "train", and `path` names none; if files
+            of the split are missing, or have more than 4 GiB or 2**20 prompts together; or if a
+            text cannot be used as a prompt.
     """
     reference = parse_reference(path, where)
     prompts: list[Prompt] = []

@@ -29,8 +29,8 @@ EULER = {
     "stochastic_sampling": (False,),
     "prediction_type": ("flow_prediction",),
 }
-# Settings of the same scheduler that are those of FLUX.1, unless the pipeline has a formula of its
-# own for the shift.
+# Further settings of the same scheduler, with the values of FLUX.1. They are checked unless the
+# pipeline has its own formula for the shift.
 FLUX_MU = {
     "base_shift": (0.5,),
     "max_shift": (1.15,),
@@ -89,14 +89,15 @@ def read_scheduler(
     would change the samples and is not supported is refused.
 
     Args:
-        config: The contents of `scheduler_config.json`. `_class_name` names the scheduler. Other
-            settings that are absent have the defaults of diffusers.
+        config: The contents of `scheduler_config.json`. `_class_name` names the scheduler. Settings
+            that are absent have the defaults of diffusers, with the exceptions under "Raises".
         steps: Number of solver steps, at least 1.
         tokens: Number of image tokens of one latent, from which `mu` follows. Read only for
             `use_dynamic_shifting`.
-        pipeline_sigmas: What the pipeline gives its Euler scheduler. True, as FLUX does: the sigmas
-            `linspace(1, 1/steps, steps)`, which are then shifted. False: the number of steps alone,
-            from which the scheduler makes the sigmas (`sigmas.sd3`). Other schedulers ignore it.
+        pipeline_sigmas: Whether the pipeline passes sigmas to its Euler scheduler. True, as for
+            FLUX: it passes `linspace(1, 1/steps, steps)`, which are then shifted. False: it passes
+            only the number of steps, from which the scheduler computes the sigmas (`sigmas.sd3`).
+            Other schedulers ignore it.
         mu: (steps, tokens) -> the logarithm of the shift of the sigmas, in place of `shift` in
             configurations with `use_dynamic_shifting`. None: the formula of FLUX.1
             (`sigmas.flux_mu`), and a configuration with other constants of that formula is refused.

@@ -49,9 +49,10 @@ def trajectory(
     """Integrates the flow from noise at the first sigma to clean latents at sigma 0.
 
     Each step computes `x_next = a x + b x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where (a, b,
-    c, d, e) is a row of the schedule's table and `x0[i] = x - sigma v` the prediction at step i
-    (zeros before the very first step, not before that of a later segment). The latents are float32,
-    whatever precision a velocity is computed in. For use under jit.
+    c, d, e) is a row of the schedule's table and `x0[i] = x - sigma v` is the prediction at step i.
+    Predictions before the first step are zeros; a later segment continues with those of the segment
+    before it. The latents are float32, whatever precision a velocity is computed in. For use under
+    jit.
 
     Args:
         segments: Pairs (velocity field, schedule), at least one, whose steps are taken one after
@@ -61,20 +62,22 @@ def trajectory(
         seeds: One seed per latent, the two words of a key. The noise of stochastic steps is drawn
             from the stream "solver" of each seed, with the draw numbers of the segment's own
             schedule (`noise_weights`).
-        recorded_steps: How many steps to record, from the first step of all segments that adds
-            noise on (from step 0 if none does): at most the number of steps from there to the end.
-            If above 0, the latents of all steps are kept in memory until the end. 0 records
-            nothing. Ignored with `query_steps`.
+        recorded_steps: The number of consecutive steps to record, starting with the first step of
+            any segment that adds noise (with step 0 if none does). It must not exceed the number of
+            steps from there to the end. If it is above 0, the latents of all steps are kept in
+            memory until the end. 0 records nothing. Ignored with `query_steps`.
         query_steps: Consecutive steps, counted from 0 over all segments, one of which is drawn for
             each sample from the stream "query" of its seed (`draw_steps` draws the same one again).
-            The beginning of that step is returned in place of recorded steps. None: there are none.
+            The state at the start of that step is returned in place of recorded steps. None: no
+            step is drawn.
 
     Returns:
         A tuple: the clean latents, float32, in the shape of `noise`; the recorded latents, float32;
-        and the latents after the first segment, float32. Recorded are the latents before the first
-        recorded step and after each recorded step, or with `query_steps` the latents before the
-        drawn step and the clean latents that are predicted there. They are None if nothing is
-        recorded. Velocities that are not finite make the latents of their sample non-finite.
+        and the latents after the first segment, float32. The recorded latents are those before the
+        first recorded step and after each recorded step. With `query_steps`, they are instead the
+        latents before the drawn step and the clean latents that are predicted there. They are None
+        if nothing is recorded. Velocities that are not finite make the latents of their sample
+        non-finite.
     """
 
     drawn_steps = None

@@ -32,9 +32,9 @@ class Schedule:
             x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where x0[i] is the prediction `x - sigma
             v` at step i. Column 4, e, is the standard deviation of the noise that a step adds; 0
             for a deterministic step.
-        noise_weights: How each step makes its noise from the numbered standard normal draws of a
-            seed: as their sum with the weights of its row, which has norm 1 (or may be zero for a
-            step without noise). Usually step i has draw i alone; a coarse schedule combines the
+        noise_weights: One row per step. The noise of a step is the sum of the numbered standard
+            normal draws of a seed, with the row as weights. A row has norm 1; it may be zero for a
+            step without noise. Usually step i uses draw i alone. A coarse schedule combines the
             draws of the full one, so that one seed gives both the same noise.
         embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1),
             a scalar. Other networks ignore it.
@@ -79,12 +79,13 @@ class Schedule:
                 `rollout.guidance_scale` is then that input, and classifier-free guidance is
                 `rollout.true_cfg_scale`. Otherwise `rollout.guidance_scale` is classifier-free
                 guidance, and `rollout.true_cfg_scale` has no effect.
-            noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
-                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all steps from there on. A coarser
-                step that these cover only in part has the noise level times the square root of
-                that share. With more `steps` than the full schedule has, they are steps of the
-                returned schedule instead. The last step never adds noise. None: no step does.
+            noise_start: The first step of the full schedule, counted from 0, that adds noise if
+                `rollout.noise_level` is above 0. The noisy steps are the `rollout.sde_window_size`
+                steps from there on, or all steps from there on without a window size. If they cover
+                only a share of a coarser step, that step has the noise level times the square root
+                of the share. If `steps` exceeds the number of steps of the full schedule, the
+                returned schedule takes its place here. The last step never adds noise. None: no
+                step does.
             mu: (number of steps, number of tokens) -> the logarithm of the shift of the "flux"
                 schedule. None uses the formula of FLUX.1 (`sigmas.flux_mu`). Other schedules do not
                 call it.

@@ -160,9 +160,9 @@ def normal(
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
         name: The use: "initial" (latents to start from), "solver" (stochastic steps), "training"
-            (noise of the update), "calibration" (noise of what exploration options measure) or
-            "reference" (at which terms of an update the reference policy is evaluated).
-            "sigmas" and "query" are for `permutations` and `draw_steps`.
+            (noise of the update), "calibration" (noise for measurements of exploration options) or
+            "reference" (the choice of the terms of an update at which the reference policy is
+            evaluated). "sigmas" and "query" are for `permutations` and `draw_steps`.
         shape: The shape of the numbers of one seed.
         draw: The number of the draw, for a stream that is drawn from several times: one number for
             all seeds, or one per seed; other numbers give other results. None for a stream that is
@@ -187,13 +187,13 @@ def normal(
 
 
 def permutations(seeds: Seeds, name: str, count: int) -> Int[Array, "b {count}"]:
-    """Draws a random order of the numbers from 0 to `count` - 1 for one use (stream) of each seed.
+    """Draws a random permutation of 0 to `count` - 1 for one use (stream) of each seed.
 
     Args:
         seeds: The b seeds, the two words of a threefry key per row.
         name: The use, usually "sigmas" (the steps that a sample is trained at); or another stream
             of a seed ("initial", "solver", "training", "calibration" or "reference").
-        count: How many numbers are put in order.
+        count: The length of the permutation.
 
     Returns:
         One permutation per seed, int32.

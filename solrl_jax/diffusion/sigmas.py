@@ -53,7 +53,7 @@ def stretch_to_terminal(sigmas: Sigmas, terminal: float | None) -> Sigmas:
 
 
 def sd3(steps: int, shift: float, train_timesteps: int = 1000) -> Sigmas:
-    """Returns the sigmas of the released SD3 scheduler when it is given a number of steps alone.
+    """Returns the sigmas of the released SD3 scheduler when it is given only a number of steps.
 
     It shifts twice (by `k s / (1 + (k - 1) s)`): first 1 and 1 / `train_timesteps`, the ends
     between which the sigmas are evenly spaced, and then all sigmas.

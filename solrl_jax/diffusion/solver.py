@@ -3,8 +3,8 @@
 A step of every solver in this package is one linear combination of latents, whose coefficients
 depend on the sigmas alone:
 
-    x_next = a x + b x0_hat[i] + c x0_hat[i - 1] + d x0_hat[i - 2] + e noise,      x0_hat = x -
-    sigma v
+    x_next = a x + b x0_hat[i] + c x0_hat[i - 1] + d x0_hat[i - 2] + e noise
+    x0_hat = x - sigma v
 
 The coefficients (a, b, c, d, e) of each step are computed in float64 on the host. The sampler then
 neither branches nor divides, and one compiled program serves all solvers. A stochastic step draws
@@ -63,8 +63,8 @@ def solver_table(
         at step i.
 
     Raises:
-        ValueError: If there is no solver of that name, `eta` of a deterministic solver is not 0, or
-            it has neither one value nor one per step.
+        ValueError: If there is no solver of that name, `eta` is not 0 for a deterministic solver,
+            or `eta` has neither one value nor one per step.
     """
     if name not in SOLVERS:
         raise ValueError(f"rollout.solver={name!r}: must be one of {', '.join(SOLVERS)}")

@@ -37,7 +37,7 @@ class Backbone:
         transformer: the frozen base parameters of the transformer in this dtype: nested
             dictionaries keyed by module name, sharded over the axes `fsdp` and `tensor`. Training
             never changes them.
-        text_encoders: the text encoders. They load their parameters when a prompt is to be encoded
+        text_encoders: the text encoders. They load their parameters when they first encode a prompt
             that is not in the cache (without a cache: any prompt).
         decoder: the decoder of the autoencoder with its parameters. It maps latents to images.
         instruction: text before every prompt except negative ones, for models that accept one;
@@ -88,9 +88,10 @@ class Backbone:
 
         Raises:
             ValueError: while tracing, if the network does not support `fp8_attention` or the size
-                of the latents, or if the mesh axis `sequence` does not divide the number of image
-                tokens (in SANA, of their rows; with MHLA it must be 1) or, in networks with blocks
-                for text and image as one sequence, the number of tokens of both.
+                of the latents, or if the size of the mesh axis `sequence` does not fit. It must
+                divide the number of image tokens (in SANA, the number of rows of tokens; with MHLA
+                it must be 1). In networks with blocks for text and image as one sequence, it must
+                also divide the number of tokens of both together.
             KeyError: while tracing, if `pipeline.gradient_checkpointing` is not "none", "matmuls"
                 or "blocks".
         """
@@ -118,17 +119,18 @@ class Backbone:
 
         Args:
             prompts: one or more prompts.
-            max_tokens: number of tokens to which each prompt is padded or cut (where CLIP and T5
-                encode it: for T5). Those of the instruction are neither counted nor returned.
-            negative: whether these are negative prompts. All others get `self.instruction` before
-                them, if there is one.
+            max_tokens: number of tokens to which each prompt is padded or cut. For models with both
+                CLIP and T5, it applies to T5. Tokens of the instruction are neither counted nor
+                returned.
+            negative: whether these are negative prompts. If not, `self.instruction` is put before
+                each prompt, if there is one.
 
         Returns:
             Arrays by name, with one row per prompt in the order of `prompts`, replicated over
-            `self.mesh`. The names depend on the model: "text" [prompts, tokens, features] in the
-            dtype of the text encoders, where tokens is `max_tokens` (Stable Diffusion 3 has those
-            of CLIP before them); and where the transformer takes them, "mask" [prompts, tokens],
-            bool, or "pooled" [prompts, features].
+            `self.mesh`. The names depend on the model. All have "text" [prompts, tokens, features]
+            in the dtype of the text encoders, where tokens is `max_tokens` (in Stable Diffusion 3,
+            CLIP's tokens come before these). Some also have "mask" [prompts, tokens], bool, or
+            "pooled" [prompts, features].
 
         Raises:
             InputError: `max_tokens` is not possible for the model, the tokenizer fails, a text
@@ -169,11 +171,11 @@ def load_backbone(
     a run must call it with the same arguments.
 
     Args:
-        model: an open pipeline; or a name of one: `embedded:NAME` for one of the small pipelines
-            inside this package, the directory of a diffusers pipeline, or else OWNER/NAME of a hub
-            repository, whose newest revision is downloaded if it is not in the hub's cache (without
-            a network, the newest one in the cache is used). A model given by name stores all
-            activations for the backward pass (gradient checkpointing "none").
+        model: an open pipeline, or its name: `embedded:NAME` for one of the small pipelines inside
+            this package, the directory of a diffusers pipeline, or else OWNER/NAME of a hub
+            repository. The newest revision of a repository is downloaded if it is not in the hub's
+            cache; without a network, the newest one in the cache is used. A model given by name
+            stores all activations for the backward pass (gradient checkpointing "none").
         precision: dtype in which the transformer and the text encoders compute, "bf16" or "fp32".
         mesh: devices that hold the parameters, with the axes `data`, `fsdp`, `sequence` and
             `tensor`. The decoder is sharded over the same devices, but without sequence and tensor
@@ -185,8 +187,8 @@ def load_backbone(
         tile: side, in pixels, of the square tiles in which images are decoded
             (`model.vae_tile_size`): a positive multiple of `Pipeline.compression`, the pixels per
             latent pixel. None: images are decoded whole.
-        decoding: dtype in which the autoencoder computes. None: the one that it needs
-            (`pipeline.vae_dtype`), or that of `precision` if it needs none.
+        decoding: dtype in which the autoencoder computes. None: the dtype that it requires
+            (`pipeline.vae_dtype`) or, if it requires none, that of `precision`.
 
     Returns:
         The backbone, with the parameters of transformer and decoder on the devices.
@@ -194,8 +196,8 @@ def load_backbone(
     Raises:
         InputError: If the model is missing, incomplete or not supported, or cannot be downloaded,
             or if one of its files cannot be read or has other tensors than the network. Also if
-            `tile` is no multiple of `Pipeline.compression`, if `instruction` is given but the model
-            accepts none, or if `cache` cannot be used as a folder.
+            `tile` is not a multiple of `Pipeline.compression`, if `instruction` is given but the
+            model accepts none, or if `cache` cannot be used as a folder.
         PermissionError: a parent of the folder `cache` may not be searched.
         KeyError: `precision` is neither "bf16" nor "fp32".
     """

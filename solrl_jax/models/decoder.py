@@ -16,7 +16,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import sharding
 
 # Limits on the images that a device decodes at once, which bound its memory. They do not depend on
-# the batch size, so that no image depends on it either.
+# the batch size, so that the decoded images do not depend on it either.
 MAX_IMAGES = 4
 MAX_PIXELS = 2**21
 
@@ -57,23 +57,25 @@ class Decoder:
     ) -> Float[Array, "b ... 3"]:
         """Decodes latents to images or clips in [0, 1], float32. For use under jit.
 
-        If `tile` is set, images that exceed a tile are decoded in tiles, which overlap by at least
-        a quarter of a tile, rounded down to latent pixels, and there fade linearly into each other.
-        Each device decodes four images (or one tile of each of four) at a time, or fewer if
-        together they would have more than `max_pixels` in all their frames, but at least one. An
+        If `tile` is set, images that exceed a tile are decoded in tiles. Neighboring tiles overlap
+        by at least a quarter of a tile, rounded down to latent pixels, and fade linearly into each
+        other there.
+
+        Each device decodes four images (or one tile of each of four) at a time. It decodes fewer,
+        but at least one, if all their frames together would have more than `max_pixels` pixels. An
         incomplete group is filled up with copies, which take time too. A clip, or a tile of it,
-        that has more than `max_pixels` pixels is decoded in chunks of at most as many latent frames
-        as `max_pixels` allows, at least one. Tiles change the result; chunks change only its
-        rounding. For a gradient, each group is decoded again.
+        with more than `max_pixels` pixels is decoded in chunks of as many latent frames as
+        `max_pixels` allows, or fewer, but at least one. Tiles change the result; chunks change only
+        its rounding. For a gradient, each group is decoded again.
 
         Args:
             latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any
                 dtype. `Pipeline.unscale` is applied here. If a mesh is set (`jax.set_mesh`), it
                 must have no sequence or tensor parallelism, and the number of latents b must be a
                 multiple of its number of devices.
-            first_frame: whether of clips only the first frame is decoded. It depends on the first
-                latent frame alone, since the convolutions of video autoencoders are causal. No
-                effect on images.
+            first_frame: whether to decode only the first frame of each clip. It depends on the
+                first latent frame alone, because the convolutions of video autoencoders are causal.
+                No effect on images.
 
         Returns:
             The images [b, H, W, 3] or clips [b, T, H, W, 3], in the order of the latents,

@@ -23,14 +23,13 @@ def open_model(
 ) -> Pipeline:
     """Opens the pipeline that `path` names: reads its configurations and loads its tokenizers.
 
-    Its weights are not read, but the newest revision of a hub repository is downloaded, weights
-    included, unless it is in the hub's cache. Without a network, the newest revision in the cache
-    is used.
+    No weight is read, but a hub repository is downloaded in its newest revision, weights included,
+    unless it is in the hub's cache. Without a network, the newest revision in the cache is used.
 
     Args:
-        path: the directory of a diffusers pipeline ("~" is not expanded), `embedded:NAME` for a
-            small one that this package carries with its trained weights, or OWNER/NAME of a hub
-            repository, unless a directory has that name.
+        path: `embedded:NAME` for a small pipeline that this package carries with its trained
+            weights, the directory of a diffusers pipeline ("~" is not expanded), or OWNER/NAME of a
+            hub repository. A directory takes precedence over a repository of the same name.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
             or "blocks" (everything inside a block; only the inputs of blocks are stored). Another
@@ -43,9 +42,9 @@ def open_model(
         The pipeline, an instance of the class that its `model_index.json` names.
 
     Raises:
-        InputError: the model is missing, incomplete or not supported, or is neither in the hub's
-            cache nor can be downloaded; `mhla` is given for another model than SANA; or the tokens
-            of the image size do not divide into its number of blocks.
+        InputError: the model is missing, incomplete or not supported; it is not in the hub's cache
+            and cannot be downloaded; `mhla` is given for another model than SANA; or the tokens of
+            its image size cannot be divided into its number of blocks.
     """
     folder = find_model(path)
     with as_input_error():
@@ -118,16 +117,18 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
     """Selects the files of a hub repository that a pipeline needs: configurations, tokenizers and
     weights.
 
-    They lie directly in the top-level folders that have a file `*config.json`. Selected are JSON
-    files, safetensors files with their indices, and all files of folders whose names begin with
-    "tokenizer". The same weights in other forms are left out: pickles with their indices, single
-    files at the top level, and variants such as `model.fp16.safetensors` where there are others.
+    Only top-level folders with a file `*config.json` count, without their subfolders. In them, JSON
+    files and safetensors files with their indices are selected; in those whose names begin with
+    "tokenizer", all files. Other forms of the same weights are left out: pickles with their
+    indices, single files at the top level, and variants such as `model.fp16.safetensors` if the
+    folder also has weights that are not variants.
 
     Args:
         files: paths of all files, relative to the repository, with "/" between the parts.
 
     Returns:
-        The selected paths, sorted, and `model_index.json` in any case.
+        The selected paths, sorted. `model_index.json` is always one of them, even if it is not in
+        `files`.
     """
     folders: dict[str, list[str]] = {}
     for file in files:

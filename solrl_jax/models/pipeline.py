@@ -42,10 +42,10 @@ class Pipeline(abc.ABC):
             without a mask.
         accepts_instruction: whether `tokenize` accepts an instruction: a text for the language
             model before each prompt.
-        pipeline_sigmas: which noise levels the released Euler scheduler shifts for n steps: True
-            for `linspace(1, 1/n, n)`, as in diffusers' pipeline of this model; False for those that
-            the scheduler makes itself (`diffusion.sigmas.sd3`). Only generation from a model
-            directory uses that scheduler; runs have `rollout.schedule` instead.
+        pipeline_sigmas: where the noise levels come from that the released Euler scheduler shifts.
+            True: diffusers' pipeline of this model passes `linspace(1, 1/n, n)` for n steps. False:
+            the scheduler makes them itself (`diffusion.sigmas.sd3`). Only generation from a model
+            directory uses that scheduler; runs use `rollout.schedule` instead.
         folder: the directory that the pipeline was opened from.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)
@@ -72,8 +72,9 @@ class Pipeline(abc.ABC):
         largest_side: greatest height or width of an image in pixels; None: unlimited.
         vae_dtype: the dtype that the autoencoder must run in; None: any.
         shift_terminal: the last noise level before 0. In the schedule "flux" (`rollout.schedule`),
-            after the shift that depends on the image size, all noise levels sigma are stretched (1
-            - sigma times one factor) so that the last one has this value. None or 0: no stretching.
+            noise levels are first shifted depending on the image size. Then `1 - sigma` of each
+            noise level sigma but the final 0 is multiplied by one factor, so that the last of them
+            has this value. The schedule of a single step is not changed. None or 0: no stretching.
     """
 
     kind: ClassVar[str]
@@ -217,7 +218,7 @@ class Pipeline(abc.ABC):
         """
         arguments: dict[str, Any] = {"guidance_scale": guidance_scale}
         if true_cfg_scale != 1:
-            # It guides if there is a negative prompt, also an empty one.
+            # diffusers guides only if a negative prompt is given. An empty one suffices.
             arguments |= {"true_cfg_scale": true_cfg_scale, "negative_prompt": ""}
         return arguments
 
@@ -245,9 +246,9 @@ class Pipeline(abc.ABC):
                 are not sharded.
             latent: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of video models.
                 The caller casts them to `vae_dtype`, if that is set. `unscale` is applied here.
-            chunk: for video models: the most latent frames that are decoded at once, to save
-                memory, at least 1; None: all of them. The result is the same up to rounding. Must
-                be None for models of images.
+            chunk: for video models: the largest number of latent frames that are decoded at once,
+                at least 1. Smaller chunks save memory, and the result is the same up to rounding.
+                None: all frames at once. Must be None for models of images.
 
         Returns:
             The images [b, H, W, 3] or clips [b, T, H, W, 3], `compression` times as high and wide
@@ -255,7 +256,7 @@ class Pipeline(abc.ABC):
         """
         vae = self.vae(params)
         latent = self.unscale(latent)
-        # in [-1, 1], overshoots included
+        # in [-1, 1] except for overshoots, which are clipped below
         image = vae.decode(latent) if chunk is None else vae.decode_in_chunks(latent, chunk)
         return jnp.clip(image.astype(jnp.float32) / 2 + 0.5, 0.0, 1.0)
 
@@ -313,8 +314,8 @@ class Pipeline(abc.ABC):
 
         Returns:
             (height / `compression`, width / `compression`, `channels`) for an image. For a clip,
-            the number of latent frames comes before them: 1 and one more for every
-            `temporal_compression` frames after the first.
+            the number of latent frames comes first: 1, plus one for every `temporal_compression`
+            frames after the first.
 
         Raises:
             ValueError: a side is not a positive multiple of the pixels in `size_multiples`, or
@@ -361,8 +362,8 @@ class Pipeline(abc.ABC):
             frames: number of frames of the clip. None: an image.
 
         Returns:
-            1 and one more for every `temporal_compression` frames after the first. 1 for an image,
-            and for every input of a model of images.
+            1, plus one for every `temporal_compression` frames after the first. For an image, and
+            for every input of a model of images, 1.
         """
         if frames is None or self.temporal_compression is None:
             return 1

@@ -59,9 +59,9 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
             Required with a number of hosts; otherwise None.
 
     Raises:
-        InputError: If the arguments do not fit together or are out of range, the address cannot be
-            used, or JAX refuses them. With "auto", also if JAX finds no cluster or processes are
-            missing after 300 seconds.
+        InputError: If an argument is missing, out of range or not allowed with the others, the
+            address cannot be used, or JAX refuses them. With "auto", also if JAX finds no cluster
+            or processes are missing after 300 seconds.
         RunError: With a number of hosts, if processes are missing after 300 seconds, or two have
             the same number. The message names them.
     """
@@ -167,7 +167,7 @@ def _collect_reports(count: int, port: int, end: float) -> str:
     Args:
         count: The number of processes of the run, this one included.
         port: The port to listen on, on all addresses of this host.
-        end: The time when to give up, in seconds of `time.monotonic`.
+        end: The time at which to give up, in seconds of `time.monotonic`.
 
     Returns:
         "" if all processes have connected; otherwise the problem, e.g. "process 1, 3 not there
@@ -215,10 +215,11 @@ def _collect_reports(count: int, port: int, end: float) -> str:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Whether the other side of a connection has closed or reset it. Does not wait.
+    """Returns whether the other side of a connection has closed or reset it. Does not wait.
 
     Args:
-        connection: The connection, from which all data that the other side sent was read.
+        connection: The connection. All data that the other side sent must have been read; unread
+            data gives False.
     """
     poller = select.poll()
     poller.register(connection, select.POLLIN)
@@ -242,22 +243,22 @@ def _send_outcome(connection: socket.socket, problem: str) -> None:
 
 
 def _report_to_first(mine: int, address: tuple[str, int], end: float) -> str:
-    """Connects to the first process, and waits for the outcome. This is the part of `roll_call` of
-    all processes but the first.
+    """Connects to the first process, and waits for the outcome. All processes but the first do this
+    in `roll_call`.
 
     It tries every 0.2 seconds until the first process answers, whose host name need not exist yet.
-    Answers that do not begin with `OUTCOME` are those of another program at this port, and are
+    An answer that does not begin with `OUTCOME` comes from another program at this port, and is
     ignored.
 
     Args:
         mine: The number of this process, which is sent as decimal digits.
         address: (host, port) of the first process.
-        end: The time when to give up, in seconds of `time.monotonic`.
+        end: The time at which to give up, in seconds of `time.monotonic`.
 
     Returns:
-        "" if all processes have connected; otherwise the problem: that which the first process
-        sent, or "process 0 not there after 300 seconds" with the reason in parentheses, if there is
-        one.
+        "" if all processes have connected; otherwise the problem: the text that the first process
+        sent, or "process 0 not there after 300 seconds", followed by the reason in parentheses if
+        it is known.
     """
     why = ""
     while (left := end - time.monotonic()) > 0:
@@ -306,8 +307,8 @@ def connect(mesh: Mesh) -> None:
 
 
 def is_first() -> bool:
-    """Whether this is the first process of the run, which writes to the run directory and to the
-    terminal.
+    """Returns whether this is the first process of the run, which writes to the run directory and
+    to the terminal.
     """
     return jax.process_index() == 0
 
@@ -334,8 +335,8 @@ def run_on_first(act: Callable[[], Any]) -> None:
 
 
 def run_on_every(act: Callable[[], Any]) -> None:
-    """Calls a function in every process. Then all continue, or all fail. Every process must call
-    it, from one thread at a time.
+    """Calls a function in every process. Afterwards all continue, or all fail. Every process must
+    call it, from one thread at a time.
 
     Args:
         act: The function, without arguments. Its result is dropped.
@@ -447,9 +448,9 @@ def fetch(tree: Any) -> Any:
     It waits until the arrays are computed.
 
     Args:
-        tree: A pytree of arrays that span the devices of all processes. An array that each process
-            has on its own devices alone would be concatenated with those of the others, along the
-            leading axis.
+        tree: A pytree of arrays that span the devices of all processes. An array that lies only on
+            the devices of its own process would be concatenated with the arrays of the other
+            processes along the leading axis.
 
     Returns:
         The pytree with NumPy arrays of the same shapes and dtypes.
@@ -466,8 +467,7 @@ def local_row_indices(where: NamedSharding, count: int) -> list[int]:
 
     Args:
         where: The sharding of the rows (the array's leading axis). Its spec names no other axis.
-        count: The number of rows of the array, a multiple of the number of parts that the sharding
-            makes.
+        count: The number of rows of the array, a multiple of the number of shards.
 
     Returns:
         The indices of the rows, ascending, each once.

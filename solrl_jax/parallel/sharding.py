@@ -111,7 +111,7 @@ def row_mesh(mesh: Mesh) -> Mesh:
 
 
 def row_groups(mesh: Mesh) -> int:
-    """Returns into how many parts a batch of samples is split over a mesh: `data` times `fsdp`.
+    """Returns the number of parts that a batch is split into over a mesh: `data` times `fsdp`.
 
     The devices along the axes `sequence` and `tensor` work on the same samples.
 
@@ -124,13 +124,16 @@ def row_groups(mesh: Mesh) -> int:
 def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     """Chooses a sharding for each array in a tree of parameters.
 
-    Two rules apply to arrays of at least 4096 elements (`SMALLEST_SHARDED`); everything else is
-    replicated. First, the weight of a linear layer ("kernel") and the factor "b" of a LoRA adapter
-    are split over `tensor` along their output axis, if `tensor` divides it. They are [in, out], a
-    stack of such matrices, or quantized; this rule leaves out arrays with more axes, such as the
-    kernels of convolutions. Second, the largest axis that `fsdp` divides is split over `fsdp`: the
-    last one of equals, and possibly the axis of layers, or the axis that is split over `tensor`,
-    which counts with its size after that split.
+    Arrays of fewer than 4096 elements (`SMALLEST_SHARDED`) are replicated. Two rules apply to all
+    others:
+
+    1. The weight of a linear layer ("kernel") and the factor "b" of a LoRA adapter are split over
+       `tensor` along their output axis, if `tensor` divides it. They are [in, out], a stack of such
+       matrices, or quantized. The rule does not apply to arrays with more axes, such as the kernels
+       of convolutions.
+    2. The largest axis that `fsdp` divides is split over `fsdp`; if several are equally large, the
+       last of them. It may be the axis of layers, or the axis that is split over `tensor`, whose
+       size is counted after that split.
 
     Args:
         mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
@@ -172,8 +175,8 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
 
 
 def parameter_placement(mesh: Mesh) -> Callable[[tuple, tuple[int, ...]], NamedSharding]:
-    """Returns a function that gives the sharding on a mesh of a parameter that is a plain array, by
-    the rules of `parameter_sharding`.
+    """Returns a function that chooses the sharding of one parameter on a mesh, by the rules of
+    `parameter_sharding`. The parameter must be a plain array.
 
     Args:
         mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.
@@ -241,7 +244,7 @@ def replicate(x: jax.Array) -> jax.Array:
 def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
     """Applies a function to a batch in pieces, of `count` rows per device at a time.
 
-    It saves memory, and results do not depend on the size of the batch, because every piece has the
+    This saves memory. Results do not depend on the size of the batch, because every piece has the
     same number of rows. Each device has a share of consecutive rows of the batch, and each piece
     has the next `count` rows of every share. The last piece is filled up with copies of the first
     row of each share, whose results are dropped. The mesh that is set must have no sequence or
@@ -249,8 +252,8 @@ def map_rows(f: Callable[[Any], Any], tree: Any, count: int) -> Any:
     once more for each piece.
 
     Args:
-        f: The function. It maps a pytree of arrays to a pytree of arrays, both with one piece as
-            leading axis: `count` rows times the number of devices. It must not mix rows.
+        f: The function. It maps a pytree of arrays to a pytree of arrays. In both, the leading axis
+            is the rows of one piece: `count` times the number of devices. It must not mix rows.
         tree: The batch: a pytree of arrays whose leading axis is the rows, a multiple of the number
             of devices.
         count: The number of rows per device and piece, at least 1.

@@ -1,4 +1,6 @@
-"""Builds what a training run builds, with shapes in place of arrays, so that it can be compiled."""
+"""Builds the objects of a training run with shapes in place of arrays, so that its programs can be
+compiled.
+"""
 
 import dataclasses
 import math
@@ -47,10 +49,10 @@ def open_configurations(
             `embedded:NAME` for one of the small pipelines inside this package, or OWNER/NAME of a
             repository of the Hugging Face hub. A repository is read from the local cache of the
             hub, or else from the configurations of released models that this package contains.
-        gradient_checkpointing: What the backward pass of the transformer computes again instead of
-            keeping it in memory: "none" (nothing), "matmuls" (everything but the outputs of linear
-            layers and of attention) or "blocks" (everything but the inputs of blocks). The caller
-            replaces "auto" by one of them.
+        gradient_checkpointing: The activations that the backward pass of the transformer recomputes
+            instead of keeping them in memory: "none" (nothing), "matmuls" (everything but the
+            outputs of linear layers and of attention) or "blocks" (everything but the inputs of
+            blocks). The caller must replace "auto" by one of them, which is not checked here.
         mhla: Replaces the linear attention of SANA's blocks by multi-head linear attention: its
             settings and the image size, from `mhla_override(config.model)`. None keeps the model's
             own attention.
@@ -59,8 +61,8 @@ def open_configurations(
         The pipeline, without weights.
 
     Raises:
-        InputError: If there is no such model, it is incomplete or not supported, or `mhla` is given
-            for another model than SANA or does not fit the image size.
+        InputError: If there is no such model, if it is incomplete or not supported, or if `mhla` is
+            given for a model other than SANA or does not fit the image size.
     """
     if Path(path).is_dir() or not hub.is_name(path):
         return open_model(path, gradient_checkpointing, mhla)
@@ -81,27 +83,27 @@ def open_configurations(
 def abstract_experiment(
     config: Config, pipeline: Pipeline, device: DeviceInfo, mesh: Mesh
 ) -> Experiment:
-    """Builds what training builds first, but with a ShapeDtypeStruct in place of every array.
+    """Builds the `Experiment` of a run with a ShapeDtypeStruct in place of every array.
 
-    An `Experiment` holds the networks, the reward and the prompts of a run. Its functions can be
-    traced and compiled with these shapes; it cannot sample or train. No weights are needed, and no
-    vocabularies: without one, a tokenizer makes zeros of the right shape. Also imports an objective
-    and rewards from outside the package, and reads `model.instruction` and the prompt sets, for
-    which it may download data sets of the hub. If the sets cannot be read, empty texts stand for
-    them (`some_prompts`).
+    An `Experiment` holds the networks, the reward and the prompts of a run. The functions of this
+    one can be traced and compiled, but it cannot sample or train. It needs no weights and no
+    vocabularies: a tokenizer without a vocabulary returns zeros of the right shape. Also imports an
+    objective and rewards from outside the package, and reads `model.instruction` and the prompt
+    sets, for which it may download data sets of the hub. If the sets cannot be read, empty texts
+    replace the prompts (`some_prompts`).
 
-    Three things are simpler than in training: the prompts for tests are those for training, one
-    reward (that of `reward.weights`) does all scoring, and images have the largest training size.
+    Three things are simpler than in training. The test prompts are the training prompts. One reward
+    (that of `reward.weights`) does all scoring. All images have the largest training size.
 
     Args:
         config: The configuration of the run that is planned.
         pipeline: The opened model, e.g. from `open_configurations`. Its weights are not read.
-        device: The kind of device that is planned for. It decides which format "auto" stands for.
+        device: The kind of device to plan for. It decides which format "auto" means.
         mesh: The mesh of the planned devices, with the axes `data`, `fsdp`, `sequence` and
             `tensor`.
 
     Returns:
-        The experiment, whose shapes carry the shardings that training gives to the arrays.
+        The experiment. Its ShapeDtypeStructs have the shardings of the arrays in training.
 
     Raises:
         InputError: If the configuration cannot be run, for example because an objective or a reward
@@ -146,7 +148,7 @@ def abstract_experiment(
 
 
 def some_prompts(config: Config) -> list[Prompt]:
-    """Returns as many prompts as one iteration trains on, to stand for any prompts in a plan.
+    """Returns placeholder prompts for a plan, as many as one iteration trains on.
 
     They are the first training prompts, and copies of the first one if there are too few. If the
     training or test prompts cannot be read, all texts are empty. Data sets of the hub are
@@ -184,7 +186,7 @@ def abstract_reward(config: Config, mesh: Mesh, reward_dtype: DTypeLike) -> Rewa
 
     Raises:
         InputError: If a reward does not exist, cannot be imported, refuses its options, scores
-            whole clips while the model makes images, or has no gradient although the objective
+            whole clips while the model generates images, or has no gradient although the objective
             trains on it.
     """
     ignored = set(reward_names((*config.reward.eval_only, *(config.rollout.explore.reward or {}))))
@@ -254,8 +256,8 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
     """Builds a structure that holds ShapeDtypeStructs where its class asks for arrays.
 
     Calling `make(*trees)` directly would fail, because the types of the arguments are checked. So
-    `make` is called with traced arrays (`jax.eval_shape`), which are then exchanged for the shapes
-    of `trees`.
+    `make` is called with traced arrays (`jax.eval_shape`), which are then replaced by the leaves of
+    `trees`.
 
     Args:
         make: The class or function that builds the structure. It must only rearrange its arguments,
@@ -263,7 +265,8 @@ def shaped(make: Callable[..., Any], *trees: Any) -> Any:
         *trees: The arguments of `make`, with ShapeDtypeStructs in place of arrays.
 
     Returns:
-        The result of `make`, with the very ShapeDtypeStructs of `trees`, shardings included.
+        The result of `make`. Its leaves are the ShapeDtypeStruct objects of `trees` themselves,
+        including their shardings.
     """
     leaves: list[Any] = []
 
@@ -280,9 +283,8 @@ def bytes_per_device(tree: Any) -> int:
     """Returns the bytes that a tree of arrays takes in the memory of one device.
 
     Args:
-        tree: Arrays or ShapeDtypeStructs, with shardings. A device has only its part of an array
-            that is sharded, and all of one that is replicated. Two elements of four bits take one
-            byte.
+        tree: Arrays or ShapeDtypeStructs, with shardings. A device has only its part of a sharded
+            array, and all of a replicated one. Two elements of four bits take one byte.
     """
 
     def bits(x):

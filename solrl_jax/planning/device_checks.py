@@ -1,4 +1,4 @@
-"""Tries the kernels of a GPU on small operands, and compares them with plain JAX.
+"""Runs the kernels of a GPU on small operands, and compares their results with plain JAX.
 
 A driver, a library or a card can compute a wrong result without an error. `solrl doctor` therefore
 runs each kernel that training would use on this device, for about a millisecond plus its
@@ -55,9 +55,9 @@ def checks_for(device: DeviceInfo) -> tuple[DeviceCheck, ...]:
     """Returns the checks of the kernels that a device has. Only NVIDIA GPUs have any.
 
     Args:
-        device: The device. An NVIDIA GPU gets a check of the INT8 matmul and of BF16 attention from
-            compute capability 8.0 on, also of the FP8 matmul from 8.9, of FP8 attention from 9.0,
-            and of the NVFP4 matmul from 10.0. All other devices get an empty tuple.
+        device: The device. The compute capability of an NVIDIA GPU decides: the INT8 matmul and
+            BF16 attention are checked from 8.0, the FP8 matmul from 8.9, FP8 attention from 9.0,
+            and the NVFP4 matmul from 10.0. All other devices get an empty tuple.
     """
     checks = []
     if device.platform == "gpu":
@@ -132,9 +132,10 @@ def cudnn_warnings(version: str, device: DeviceInfo) -> list[str]:
         device: The device that cuDNN runs on.
 
     Returns:
-        One sentence per fault, without a full stop: padded attention gradients before cuDNN 9.18 on
-        GPUs of compute capability 9.x (Hopper), and FP8 attention of cuDNN 9.24 on those of 9.0 or
-        higher. An empty list if there is none.
+        One sentence per fault, without a full stop; an empty list if there is none. Two faults are
+        known. Before cuDNN 9.18, gradients of attention with padded lengths can be NaN on GPUs of
+        compute capability 9.x (Hopper). FP8 attention of cuDNN 9.24 with BF16 output can return
+        zeros on GPUs of compute capability 9.0 or higher.
 
     Raises:
         ValueError: If the version does not begin with two numbers and a dot between them.
@@ -255,8 +256,8 @@ def _fp8_operands() -> tuple[Any, ...]:
 
 
 def _random_matrices() -> tuple[Array, Array]:
-    """Returns random activations, BF16 [256, 512], and a random weight, float32 [512, 384]. They
-    are the same ones in each call.
+    """Returns random activations, BF16 [256, 512], and a random weight, float32 [512, 384], the
+    same ones in each call.
     """
     rng = np.random.default_rng(1)
     x = jnp.asarray(rng.standard_normal((ROWS, N_IN)), jnp.bfloat16)
@@ -387,8 +388,11 @@ def _plain_attention(
 
 
 def _fp8_attention_operands() -> tuple[Any, ...]:
-    """Returns random queries, keys and values of a self-attention, float8_e4m3fn [1, 512, 4, 128]
-    each: batch, positions, heads, features. They are the same ones each time.
+    """Returns random queries, keys and values of a self-attention, the same ones in each call.
+
+    Returns:
+        A tuple of three arrays, float8_e4m3fn [1, 512, 4, 128] with the axes batch, positions,
+        heads and features.
     """
     rng = np.random.default_rng(3)
     arrays = (rng.standard_normal((1, 512, 4, 128)) for _ in range(3))

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 
-# The bits of types whose names do not contain them, as f32, u8 and f4e2m1fn do.
+# The bits of the types whose names do not contain a number of bits. (f32, u8 and f4e2m1fn do.)
 BITS = {"pred": 8, "token": 0, "opaque": 0}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _END = re.compile(r"^\}($|, )")
@@ -26,8 +26,8 @@ class ResultArray:
     Attributes:
         kind: The type of an element, as HLO names it, e.g. "bf16".
         shape: The shape on one device.
-        space: The number of the memory that the array lies in. 0 is the device's main memory, and
-            others are faster on-chip or host memories.
+        space: The number of the memory space of the array. 0 is the device's main memory. Others
+            are faster on-chip memories, or host memory.
     """
 
     kind: str
@@ -36,8 +36,7 @@ class ResultArray:
 
     @property
     def size(self) -> float:
-        """The number of bytes. Two elements of four bits take one byte, so the size may end in one
-        half.
+        """The number of bytes. Two elements of four bits take one byte, so it may be a fraction.
 
         Raises:
             ValueError: If `kind` is not a type of HLO.
@@ -133,21 +132,20 @@ class Module:
     def executed(
         self, computation: str | None = None, times: int = 1
     ) -> Iterator[tuple[Instruction, int]]:
-        """Walks through the program as it runs, and yields each instruction with its number of
-        runs.
+        """Yields each instruction that runs, in order, with its number of runs.
 
-        Loops, conditionals and calls (also asynchronous ones) are not yielded themselves. The
-        instructions of a loop's body, but not of its condition, are yielded once, with the number
-        of iterations (in nested loops, the product), and not at all if that is 0; a loop whose
-        number of iterations is unknown counts as one iteration. For a conditional, the branch that
-        writes most bytes is walked through. A fusion is yielded as one instruction.
+        Loops, conditionals and calls (also asynchronous ones) are replaced by the instructions in
+        them. Those of a loop's body, but not of its condition, are yielded once, with the number of
+        iterations (in nested loops, the product). They are left out if this number is 0, and a loop
+        whose number of iterations is unknown counts as one iteration. For a conditional, the branch
+        that writes most bytes is used. A fusion is yielded as one instruction.
 
         Args:
             computation: The name of the computation to start with. None: the whole program.
-            times: How often that computation itself runs. All numbers are multiplied by it.
+            times: The number of runs of that computation. All numbers are multiplied by it.
 
         Yields:
-            Pairs of an instruction and how often it runs.
+            Pairs of an instruction and its number of runs.
         """
         for step in self.computations[computation or self.entry]:
             if step.opcode == "while":
@@ -167,8 +165,8 @@ class Module:
     def trip_count(self, loop: Instruction) -> int | None:
         """Returns the number of iterations of a loop, or None if it is unknown.
 
-        It is known if XLA wrote it down (`known_trip_count`), or if the loop runs while a counter
-        is below a constant, as those of `lax.scan` do. The counter is taken to rise from 0 by one.
+        It is known if XLA states it (`known_trip_count`), or if the loop runs while a counter is
+        below a constant, as the loops of `lax.scan` do. The counter is assumed to rise from 0 by 1.
 
         Args:
             loop: An instruction with the opcode "while".

@@ -1,8 +1,9 @@
 """Counts the work of each kernel of a compiled program: arithmetic operations and bytes of memory.
 
-Every instruction of a scheduled computation is a kernel. Fusions state what they compute. Library
-functions are known by name: matmuls of cuBLASLt, block-scaled matmuls, convolutions and flash
-attention of cuDNN, and kernels written in Pallas.
+Every instruction that runs on the device, except for collectives, is one kernel. The text of a
+program contains the instructions in each fusion. Library functions are recognized by name: matmuls
+of cuBLASLt, block-scaled matmuls, convolutions and flash attention of cuDNN, and kernels written in
+Pallas.
 """
 
 import dataclasses
@@ -35,21 +36,21 @@ COLLECTIVES = (
     "collective-permute",
     "ragged-all-to-all",
 )
-# They read as much of their first operand as they return.
+# Slices, which read only as many bytes of their first operand as they return.
 SLICES = ("slice", "dynamic-slice", "gather")
 # A fusion-start runs beside the kernels that follow it.
 FUSIONS = ("fusion", "fusion-start")
 # In-place updates, with the index of the operand whose size they write.
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-# The number of matmuls of flash attention. Its gradient computes the scores again, and four
-# gradients.
+# The number of matmuls of flash attention. Its backward pass has one to compute the scores again,
+# and four for gradients.
 FORWARD = 2
 BACKWARD = 5
 TPU_KERNEL = "tpu_custom_call"
 PALLAS = ("__gpu$xla.gpu.triton", "mosaic_gpu_v2", TPU_KERNEL)
 _ATTENTION = re.compile("flash|splash|attention")
-# The number of matmuls of the kernels of JAX's attention for TPUs: its two gradients, and the
-# forward pass.
+# The number of matmuls in each kernel of JAX's attention for TPUs, by a part of its name: the two
+# backward kernels, and the forward kernel.
 _PARTS = {"dkv": 4, "dq": 3, "": 2}
 Kind = Literal["matmuls", "attention", "memory"]
 Unit = Literal["fp4", "fp8", "int8", "bf16", "tf32", "fp32"]
@@ -60,16 +61,15 @@ class Kernel:
     """One kernel of a compiled program: an instruction that runs on the device.
 
     Attributes:
-        name: What runs: the name of a library function (one for all Pallas kernels of a compiler,
-            e.g. "tpu_custom_call"); "fusion" and its kind, e.g. "fusion __triton"; or the opcode of
-            any other instruction, e.g. "copy". Those of the kind "matmuls" also have the type of
-            their operands, e.g. "__cublas$gemm bf16".
-        kind: What its time counts as: "attention" for flash attention of cuDNN or Pallas,
-            "matmuls" for all others with `operations` above 0 (matmuls, convolutions, and Pallas
-            kernels that state theirs), and "memory" for the rest, e.g. copies and elementwise
-            fusions.
+        name: For a library function, its name (one for all Pallas kernels of a compiler, e.g.
+            "tpu_custom_call"). For a fusion, "fusion" and its kind, e.g. "fusion __triton". For any
+            other instruction, its opcode, e.g. "copy". The kind "matmuls" appends the type of the
+            operands, e.g. "__cublas$gemm bf16".
+        kind: The category of its time. "attention": flash attention of cuDNN or Pallas. "matmuls":
+            all others with `operations` above 0 (matmuls, convolutions, and Pallas kernels that
+            state their operations). "memory": the rest, e.g. copies and elementwise fusions.
         unit: The arithmetic unit that it multiplies on, the name of a peak rate in `targets.Peaks`:
-            "fp4", "fp8", "int8", "bf16", "tf32" or "fp32". To be ignored if `operations` is 0.
+            "fp4", "fp8", "int8", "bf16", "tf32" or "fp32". Meaningless if `operations` is 0.
         result: Type and shape of its first result, e.g. "bf16[2,64]"; "" without a result.
         source: The JAX operation that it was compiled from, e.g. "jit(update)/dot_general"; "" if
             XLA did not record it.
@@ -92,9 +92,9 @@ class Kernel:
 def kernels(module: Module) -> list[Kernel]:
     """Returns the kernels of a program in the order in which they run.
 
-    Collectives are left out, and so are the ends of asynchronous operations and instructions that
-    do no work, such as parameters and tuples. A kernel in a loop is returned once, with its number
-    of runs.
+    Three kinds of instructions are left out: collectives, the ends of asynchronous operations, and
+    instructions that do no work, such as parameters and tuples. A kernel in a loop is returned
+    once, with its number of runs.
 
     Args:
         module: The parsed text of the compiled program, for one device.
@@ -126,8 +126,8 @@ def count_library_kernels(all_kernels: Iterable[Kernel]) -> dict[str, int]:
     """Counts the runs of hand-written kernels: matmuls, convolutions and attention of cuBLAS and
     cuDNN, and all Pallas kernels.
 
-    XLA's own matmuls and convolutions outside of fusions count as well. Fusions do not, except
-    those that contain a library function and have its name.
+    XLA's own matmuls and convolutions outside of fusions count as well. Fusions do not count,
+    unless they contain a library function, whose name they then have.
 
     Args:
         all_kernels: The kernels of a program.
@@ -169,8 +169,8 @@ def unit(kind: str) -> Unit:
 def _kernel(step: Instruction, times: int, memory: "_Memory") -> Kernel:
     """Describes the kernel that an instruction runs.
 
-    A fusion that contains a library function is described as that function. A library function that
-    is not known has 0 operations.
+    A fusion that contains a library function is described as that function. An unknown library
+    function has 0 operations.
 
     Args:
         step: The instruction, which is not a collective.
@@ -216,8 +216,8 @@ def _inside(steps: Sequence[Instruction], module: Module) -> tuple[float, str]:
         module: The program, in which fusions within the fusion are looked up.
 
     Returns:
-        A pair: the operations of one run, with 2 for a multiply-add, and the type that the matmul
-        with most operations multiplies in, e.g. "tf32" ("bf16" if there is none).
+        A pair: the operations of one run, with 2 for a multiply-add, and the operand type of the
+        matmul or convolution with most operations, e.g. "tf32" ("bf16" if there is none).
     """
     products = [_product(step) for step in steps if step.opcode in ("dot", "convolution")]
     inner = [step.value("calls") for step in steps if step.opcode == "fusion"]
@@ -259,9 +259,9 @@ def _matmul_type(step: Instruction, kind: str) -> str:
 def _library(step: Instruction, name: str) -> tuple[float, str]:
     """Counts the operations of a library function or of a Pallas kernel.
 
-    Known are matmuls, convolutions and attention of cuBLAS and cuDNN, and JAX's attention for TPUs.
-    Any other Pallas kernel has the operations that its `cost_estimate` states. All other functions
-    have 0, and so have those without a result.
+    It recognizes matmuls, convolutions and attention of cuBLAS and cuDNN, and JAX's attention for
+    TPUs. Any other Pallas kernel has the operations that its `cost_estimate` states, or 0 without
+    one. All other functions, and functions without a result, have 0.
 
     Args:
         step: The instruction that calls the function ("custom-call").
@@ -310,8 +310,8 @@ def _convolution(
 ) -> float:
     """Returns the operations of one run of a convolution, with 2 for a multiply-add.
 
-    Multiplications with padding, or with the zeros that dilation inserts, do not count. XLA writes
-    batched matmuls for TPUs as convolutions that have many of them.
+    Multiplications with padding, or with the zeros that dilation inserts, do not count. There are
+    many of them in the convolutions that XLA writes for batched matmuls on TPUs.
 
     Args:
         step: The instruction, whose attributes name the axes of the arrays, the padding and the
@@ -341,9 +341,10 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 
     Args:
         sizes: The lengths of input, filter and output along the axis.
-        window: Text attributes of the convolution as HLO has them, with one part per spatial axis,
-            joined by "x": "pad" (e.g. "1_1x0_0", low and high), "stride", "lhs_dilate" (of the
-            input) and "rhs_dilate" (of the filter), e.g. "2x2". An absent one has no effect.
+        window: The window attributes of the convolution, as HLO writes them: texts with one part
+            per spatial axis, joined by "x", e.g. "2x2". The keys are "pad" (low and high, e.g.
+            "1_1x0_0"), "stride", "lhs_dilate" (of the input) and "rhs_dilate" (of the filter). A
+            missing key means no padding, a stride of 1, or no dilation.
         axis: The index of the spatial axis, from 0.
     """
     low, stride, spread, gap = (
@@ -360,8 +361,9 @@ def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
 def _first_result(step: Instruction) -> ResultArray:
     """Returns the first array that an instruction computes.
 
-    The start of an asynchronous operation returns a tuple of its operands and its results. As many
-    arrays as it has operands are skipped (but none for a copy, whose result stands first).
+    The start of an asynchronous operation returns a tuple of its operands and its results, so as
+    many arrays as it has operands are skipped. For a copy none is skipped, because its result comes
+    first.
 
     Args:
         step: An instruction with at least one result.
@@ -374,7 +376,8 @@ def _first_result(step: Instruction) -> ResultArray:
 def _is_workspace(step: Instruction, result: int) -> bool:
     """Returns whether a result of an instruction is only scratch memory of a library function.
 
-    That is a result of 8-bit integers, other than the first one, of a custom call.
+    Every 8-bit integer result of a custom call, except the first result, is assumed to be scratch
+    memory.
 
     Args:
         step: The instruction.
@@ -386,8 +389,8 @@ def _is_workspace(step: Instruction, result: int) -> bool:
 class _Memory:
     """Counts the bytes of main memory that the instructions of a program read and write.
 
-    An array that XLA updates in place counts only with its updated part, and one that is sliced
-    only with the slice.
+    An array that XLA updates in place counts only with its updated part. An array that is sliced
+    counts only with the slice.
 
     Attributes:
         module: The program.
@@ -405,11 +408,12 @@ class _Memory:
     def moved(self, step: Instruction, name: str) -> float:
         """Returns the bytes that one run of a kernel reads and writes.
 
-        Scratch memory of library functions does not count. For an asynchronous operation, the
-        instruction that starts it has all bytes.
+        Scratch memory of library functions does not count. All bytes of an asynchronous operation
+        count at the instruction that starts it.
 
         Args:
-            step: The instruction that runs the kernel, but not the end of an asynchronous one.
+            step: The instruction that runs the kernel. It must not be the end of an asynchronous
+                operation.
             name: The name of the kernel. "AllocateBuffer", which only reserves memory, has 0 bytes.
         """
         if name == "AllocateBuffer":
@@ -421,11 +425,11 @@ class _Memory:
         return reads + self._writes(step)
 
     def _reads(self, step: Instruction, position: int) -> float:
-        """Returns the bytes of main memory that an instruction reads of one operand, which are at
-        most the size of the operand.
+        """Returns the bytes of main memory that an instruction reads of one operand, at most the
+        size of the operand.
 
         A slice reads only as much as it returns. An update in place does not read the array that it
-        updates. A fusion reads what the instructions in it read.
+        updates. The reads of a fusion are the sum over the instructions in it.
 
         Args:
             step: An instruction of the program or of one of its fusions.
@@ -485,7 +489,7 @@ class _Memory:
         """Returns the bytes that one run of a fusion writes to main memory.
 
         Args:
-            root: The instruction in the fusion whose result is that of the fusion. If it makes a
+            root: The instruction in the fusion whose result is that of the fusion. If it is a
                 tuple, the bytes of all elements are summed.
         """
         if root.opcode == "tuple":

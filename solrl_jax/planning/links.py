@@ -25,12 +25,12 @@ class Collective:
     Attributes:
         kind: Its operation: "all-gather", "all-reduce", "reduce-scatter", "all-to-all",
             "collective-permute" or "ragged-all-to-all".
-        size: The bytes on one device of all results of an all-gather, or of all operands of every
-            other kind.
+        size: The bytes of the arrays on one device: the results of an "all-gather", or the operands
+            of any other kind.
         groups: The groups of devices that communicate, each a tuple of device numbers. For a
             "collective-permute" they are pairs of a sender and a receiver.
         times: The number of runs in one call of the program.
-        overlaps: Whether other kernels run while the data is under way.
+        overlaps: Whether kernels run while the data is being sent.
     """
 
     kind: str
@@ -50,21 +50,21 @@ class Collective:
     def sent(self) -> float:
         """The bytes that one device sends in one run.
 
-        With n devices in a group, that is `size` times (n - 1) / n, as in a ring. An "all-reduce"
-        sends twice as much, and a "collective-permute" sends `size`.
+        With n devices in a group, it is `size` * (n - 1) / n, as in a ring. An "all-reduce" sends
+        twice as much, and a "collective-permute" sends `size`.
         """
         if self.kind == "collective-permute":
             return self.size
         return self.size * (2 if self.kind == "all-reduce" else 1) * (self.ways - 1) / self.ways
 
     def crossing(self, devices: int) -> float:
-        """Returns how many of the bytes in `sent` go over the network to another host, per device
-        and run.
+        """Returns the bytes that one device sends over the network to another host in one run.
 
-        If a group has devices on h hosts (at most) and d devices on each, that is `size` times
-        (h - 1) / h / d, since the devices of a host share its traffic equally. An "all-reduce"
-        counts twice as much, and a "collective-permute" in full if any of its pairs spans two
-        hosts. The result is 0 if no group spans hosts.
+        They are a part of `sent`. Let h be the largest number of hosts that a group spans, and d
+        the number of its devices on each. The result is `size` * (h - 1) / h / d, because the
+        devices of a host share its traffic equally. It is twice as much for an "all-reduce". For a
+        "collective-permute", it is `size` if any pair spans two hosts. It is 0 if no group spans
+        hosts.
 
         Args:
             devices: The number of devices per host. The devices of a host have consecutive numbers.
@@ -80,7 +80,7 @@ def collectives(module: Module, devices: int) -> list[Collective]:
     """Returns the collectives of a program in the order in which they run.
 
     A collective in a loop is returned once, with its number of runs (`Module.executed`).
-    Collectives in which each device is alone are left out.
+    Collectives with one device per group are left out.
 
     Args:
         module: The parsed text of the compiled program.
@@ -102,11 +102,11 @@ def collectives(module: Module, devices: int) -> list[Collective]:
 
 
 def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
-    """Yields the instructions that start an asynchronous operation beside which a kernel runs.
+    """Yields the instructions that start an asynchronous operation that overlaps with a kernel.
 
     Asynchronous operations, collectives or others such as copies, have one instruction that starts
-    them and one that waits for their end. A start is yielded if a kernel, a loop, a call or a
-    synchronous collective stands between the two.
+    them and one that waits for their end. The start is yielded if a kernel, a loop, a call or a
+    synchronous collective is between the two.
 
     Args:
         steps: The instructions of one computation in the order in which they run.
@@ -158,24 +158,26 @@ def _groups(step: Instruction, kind: str, devices: int) -> tuple[tuple[int, ...]
 def _mesh_groups(
     axes: str, order: str | None, permutation: str | None, group_axes: str
 ) -> tuple[tuple[int, ...], ...]:
-    """Returns the groups of a collective that HLO describes by the axes of a mesh of devices.
+    """Returns the groups of a collective whose HLO text names them by the axes of a device mesh.
 
-    The arguments are the parts of such a text. For `mesh['x'=4,'y'=2] {'y'}` the groups are (0, 1),
+    The arguments are the parts of this text. For `mesh['x'=4,'y'=2] {'y'}` the groups are (0, 1),
     (2, 3), (4, 5) and (6, 7): the devices along the axis y.
 
     Args:
         axes: The names of the axes with their sizes, e.g. "'x'=4,'y'=2".
-        order: Tells with `permutation` how the devices are arranged in the mesh: sizes such as
-            "2,4", of an array of the device numbers from 0. None: the devices are in the order of
+        order: With `permutation`, the arrangement of the devices in the mesh. It is the shape of an
+            array of the device numbers from 0, e.g. "2,4". None: the devices are in the order of
             their numbers.
-        permutation: How the axes of that array are then transposed, e.g. "1,0". None: not at all.
+        permutation: The transpose of the axes of this array, e.g. "1,0". None: no transpose.
         group_axes: The axes along which the devices of a group lie, e.g. "'y'". A part of an axis
             is written as 'x':(A)B: the axis x is reshaped to (A, B, rest), and the part is the
             second of these axes.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)}
     numbers = _numbers(order or str(math.prod(sizes.values())), permutation)
-    parts: list[tuple[str, int, int]] = []  # axes divided where a part of one is chosen
+    # All axes, split where a group has a part of one: the name of the axis, the product of the
+    # sizes of its earlier parts, and the size of this part.
+    parts: list[tuple[str, int, int]] = []
     group_parts = [
         (name, int(before or 1), int(size or sizes[name]))
         for name, before, size in _PARTS.findall(group_axes)

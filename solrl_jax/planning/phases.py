@@ -43,8 +43,8 @@ class Program:
         function: The jitted function, e.g. `sample_chunk`.
         arguments: Its arguments in order, with a ShapeDtypeStruct in place of every array.
         calls: The number of calls in one training iteration. 0 for programs of an evaluation.
-        other_arrays: A tree of ShapeDtypeStructs of other arrays that are in memory during a call,
-            but are not arguments.
+        other_arrays: A tree of ShapeDtypeStructs for further arrays that are in memory during a
+            call, but are not arguments.
     """
 
     mesh: Mesh
@@ -60,19 +60,20 @@ class Program:
 
 
 class Phases:
-    """Builds the programs of a training iteration from an experiment that has shapes for arrays.
+    """Builds the programs of a training iteration from an experiment of ShapeDtypeStructs.
 
-    `Phases(experiment)` calls the reward's `prepare` on the prompts. The phases are:
+    The phases are:
 
       - "encode": encodes the prompts.
       - "sync": quantizes the policy.
-      - "explore": generates all candidates with the quantized policy, or without "sync" in the
-        training precision.
-      - "regenerate": generates the kept ones again in the training precision.
+      - "explore": generates all candidates, with the quantized policy if there is a "sync", else in
+        the training precision.
+      - "regenerate": generates the kept candidates again in the training precision.
       - "score": decodes and scores samples.
       - "targets": takes the gradient of the reward.
-      - "update": trains.
-      - "evaluate": generates the images of an evaluation. It is no part of an iteration.
+      - "update": updates the trainable parameters.
+      - "evaluate": generates the images of an evaluation, decodes and scores them. It is not part
+        of an iteration.
 
     Attributes:
         experiment: The experiment, as `abstract_experiment` builds it.
@@ -83,8 +84,8 @@ class Phases:
         encoders: The parameters of the text encoders, as ShapeDtypeStructs. The keys are their
             folders in the pipeline, e.g. "text_encoder".
         replicated: The sharding of arrays that are replicated on all devices of `mesh`.
-        prepared: What the reward computes once per iteration from the prompts, e.g. their
-            embeddings, with ShapeDtypeStructs for arrays.
+        prepared: The prompts of an iteration as the reward's `prepare` returns them, e.g. their
+            tokens, with ShapeDtypeStructs for arrays.
         conditions: The embeddings of the iteration's prompts (`cond`) and of the empty prompt
             (`uncond`), an `rl.generate.Conditions` of ShapeDtypeStructs.
     """
@@ -112,12 +113,12 @@ class Phases:
         )
 
     def has(self, phase: str) -> bool:
-        """Returns whether a phase has programs of its own in the run.
+        """Returns whether the plan includes a phase.
 
         False for "sync" if exploration does not quantize, for "regenerate" if the run does not
         regenerate, for "targets" if the objective does not train on reward gradients, and for
-        "evaluate" if it generates images no larger than those of training. True for all other
-        phases.
+        "evaluate" if its images have no more pixels, in all frames, than those of training. True
+        for all other phases.
 
         Args:
             phase: The name of the phase, one of `PHASES`.
@@ -166,8 +167,8 @@ class Phases:
                 or its share of the iteration's candidates if that is less.
 
         Returns:
-            A pair: the number of batches of all candidates, rounded up, and that of the kept ones,
-            which is 0 if the run does not regenerate.
+            A pair: the number of batches of all candidates, and that of the kept candidates, which
+            is 0 if the run does not regenerate. Both are rounded up.
         """
         rollout = self.experiment.config.rollout
         prompts = self.experiment.config.train.num_prompts
@@ -180,13 +181,13 @@ class Phases:
         """Returns the programs of a phase, in the order in which they are called.
 
         Args:
-            phase: The name of the phase, one of `PHASES`. The run must have it (`has`).
+            phase: The name of the phase, one of `PHASES`. The plan must include it (`has`).
             codes: The quantized weights that exploration samples with, as `codes` returns them. An
-                empty dict if it does not quantize. Other phases ignore it.
+                empty dict if it does not quantize. Phases other than "explore" ignore it.
 
         Returns:
-            One program, but for "score" up to two (decoding, scoring) or none (see `_score`), and
-            for "evaluate" that of sampling and those of "score".
+            One program for most phases. "score" has up to two (decoding, scoring) or none (see
+            `_score`). "evaluate" has one of sampling, followed by those of "score".
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout
@@ -223,7 +224,7 @@ class Phases:
                 return self._score(sum(self.num_batches(self.mesh.size)))
             case "targets":
                 return [self._reward_gradient()]
-            case "evaluate":  # no part of an iteration: called no time in it
+            case "evaluate":  # not part of an iteration, so the number of calls is 0
                 larger = copy.copy(self)
                 larger.experiment = experiment.with_size(evaluation_size(experiment.config))
                 segments = (
@@ -254,10 +255,10 @@ class Phases:
         )
 
     def _policy(self, codes: Any) -> Any:
-        """Returns the parameters of the transformer that samples are generated with, as shapes.
+        """Returns the parameters of the transformer that generates samples, as shapes.
 
         They are the frozen parameters with the trainable parameters of the old policy attached. The
-        old policy is the slowly moving copy of the trained one that generates samples.
+        old policy is a slowly updated copy of the trained policy.
 
         Args:
             codes: Quantized weights by parameter path, each of which takes the place of the weight
@@ -275,8 +276,8 @@ class Phases:
     def _encode(self) -> Program:
         """Returns the program that encodes one batch of prompts (`TextEncoders.prompts_per_chunk`).
 
-        It is called as often as the prompts of one iteration need, and once more for the empty
-        prompt. A cache of prompts (`model.prompt_cache_dir`) does not reduce these calls.
+        The number of calls is the number of batches of one iteration's prompts, plus one for the
+        empty prompt. A prompt cache (`model.prompt_cache_dir`) does not reduce it.
         """
         backbone = self.experiment.backbone
         model = self.experiment.config.model
@@ -348,8 +349,8 @@ class Phases:
             segments: The policies that sample, one after another, each with its schedule of solver
                 steps. Usually there is one.
             calls: The number of calls per iteration.
-            recorded: Whether the program returns the latents that the objective trains at, if it
-                trains at recorded ones.
+            recorded: Whether the program also returns the latents of the recorded steps, or of the
+                drawn query step. No effect if the objective trains on neither.
             keep_intermediate: Whether the program also returns the latents after the first segment.
         """
         noise = self._rows(self.mesh, self._sampler.shape, jnp.float32)
@@ -366,7 +367,7 @@ class Phases:
             for segment in segments
         )
         config = self.experiment.config
-        # counted from the first step that is not continued from
+        # Counted from the first step that is not taken over from exploration.
         query_steps = shift_steps(self.experiment.query_steps, -self.continued)
         arguments = (
             self.experiment.backbone,
@@ -380,11 +381,11 @@ class Phases:
         return Program(self.mesh, sample_chunk, arguments, calls)
 
     def _score(self, calls: int) -> list[Program]:
-        """Returns the programs that decode and score one batch, as far as the reward has them.
+        """Returns the programs that decode and score one batch.
 
-        There is no decoding for a reward that reads no images, and no scoring program for rewards
-        that are outside JAX or score whole groups. A groupwise reward of latents alone has neither,
-        so the list is empty.
+        There is no decoding program if the reward reads no images, and no scoring program if all
+        rewards are outside JAX or groupwise. If there are only groupwise rewards of latents, the
+        list is empty.
 
         Args:
             calls: The number of calls of each program per iteration.
@@ -407,8 +408,10 @@ class Phases:
         return [*decode, Program(mesh, score_images, arguments, calls, other_arrays=latents)]
 
     def _reward_gradient(self) -> Program:
-        """Returns the program of the gradient of the reward for one batch. It is called for the
-        kept samples, as often as the objective takes the gradient of each.
+        """Returns the program that takes the gradient of the reward for one batch of kept samples.
+
+        The number of calls is the number of batches times the number of gradients that the
+        objective takes of each sample.
         """
         experiment = self.experiment
         config = experiment.config

@@ -1,6 +1,6 @@
 """Plans an iteration of training on a device: memory, kernels, collectives and a roofline time.
 
-The programs that train are lowered for the shapes and shardings of a run, and compiled for devices
+The programs of a training run are lowered for its shapes and shardings, and compiled for devices
 that need not be present. Memory is the compiler's own figure. Kernels and collectives are read from
 the compiled text, and seconds are roofline bounds.
 """
@@ -35,14 +35,14 @@ from solrl_jax.rl.gradient_checkpointing import open_for_training
 from solrl_jax.storage import hub
 from solrl_jax.storage.files import atomic_write, writable_directory
 
-# The part of a device's memory that arrays may take. The rest is for the runtime and the
-# libraries, and is lost between buffers.
+# The fraction of a device's memory that arrays may take. The rest is for the runtime, the libraries
+# and fragmentation.
 USABLE = 0.92
 COPY = "quantized copy"
 ENCODERS = "text encoders"
 CONDITIONING = "conditioning"
 ROLLOUT = ("sync", "explore", "regenerate")
-# The settings with which a phase takes less memory.
+# The settings that can reduce the memory of a phase.
 SETTINGS = {
     "encode": ("`solrl encode PRESET` beforehand",),
     "sync": ("mesh.fsdp",),
@@ -68,7 +68,7 @@ class Devices:
     Attributes:
         target: The kind of device, an entry of `targets.TARGETS` with its memory and peak rates.
         count: The number of devices on each host, at least 1.
-        hosts: The number of hosts, at least 1. `topology.devices` tells which numbers exist.
+        hosts: The number of hosts, at least 1. `topology.devices` lists the possible numbers.
     """
 
     target: Target
@@ -79,21 +79,17 @@ class Devices:
 class Planner:
     """Compiles the programs of one configuration for devices that are not present.
 
-    `Planner(config, where)` has the effects and errors of `abstract_experiment` (it imports what is
-    outside the package, and reads the prompt sets), and also raises InputError if the devices do
-    not exist or do not fit the mesh, or the model cannot be opened. `topology.prepare` must be
-    called before, and before JAX is imported.
-
-    `programs` lowers all programs and starts to compile them; it calls `lowered` and `place`. Then
-    `measure` returns the figures of one program, with those of its memory in bytes (`memory`), and
-    `parts` the arrays that stay in memory between programs, as trees of ShapeDtypeStructs by name.
+    `topology.prepare` must be called before a planner is built, and before JAX is imported.
+    `programs` lowers all programs and starts to compile them; it calls `lowered` and `place`.
+    Afterwards, `measure` returns the figures of one program, including its memory (`memory`).
+    `parts` returns the arrays that stay in memory between programs.
 
     Attributes:
         config: The configuration that is planned.
         where: The kind and the number of the devices that the programs are compiled for.
         pipeline: The model without weights.
-        device: The kind of device as `quant.formats` describes it, which decides which format
-            "auto" stands for.
+        device: The kind of device as `quant.formats` describes it. It decides which format "auto"
+            means.
         phases: Builds the programs of each phase of an iteration, with shapes in place of arrays.
         codes: The quantized weights that exploration samples with, by parameter path, with
             ShapeDtypeStructs for arrays, replicated until `place` is called. An empty dict if
@@ -114,8 +110,8 @@ class Planner:
 
         Raises:
             InputError: If there is no such topology, the mesh of the configuration needs more
-                devices than these or (with `mesh.data=-1`) leaves some unused, or the configuration
-                cannot be run.
+                devices than these or (with `mesh.data=-1`) leaves some unused, the model cannot be
+                opened, or the configuration cannot be run.
             ConfigError: If the objective does not allow other settings of the configuration.
         """
         self.config = config
@@ -134,8 +130,8 @@ class Planner:
     def programs(self, threads: Executor) -> list[tuple[str, Program, Future[Any]]]:
         """Lowers all programs of an iteration, and starts to compile them in threads.
 
-        The phase "sync", which quantizes the policy, is compiled first and waited for: the
-        shardings of its result are needed to lower the other programs.
+        Also waits for the compilation of the phase "sync", if the run has it, because the shardings
+        of its result are needed to lower the programs after it. They are stored in `codes`.
 
         Args:
             threads: The executor that runs the compilations.
@@ -143,7 +139,8 @@ class Planner:
         Returns:
             One tuple per program, in the order of an iteration and then those of the phase
             "evaluate": the name of its phase, the program, and the future of the compiled program
-            (`jax.stages.Compiled`), which raises XLA's error if the program cannot be compiled.
+            (`jax.stages.Compiled`). `result()` of the future raises XLA's error if the program
+            cannot be compiled.
 
         Raises:
             jax.errors.JaxRuntimeError: If XLA cannot compile the phase "sync".
@@ -172,7 +169,7 @@ class Planner:
             return topology.lowered(program.function, program.arguments)
 
     def place(self, sync: Any) -> None:
-        """Sets the shardings of `codes` to those that the phase "sync" returns its result with.
+        """Sets the shardings of `codes` to the output shardings of the phase "sync".
 
         `programs` calls it as soon as that phase is compiled.
 
@@ -222,15 +219,15 @@ class Planner:
         ShapeDtypeStructs.
 
         Returns:
-            A dict of trees, which are empty where a run lacks the part:
+            A dict of trees. The tree of a part that the run does not have is empty:
 
             * "base": the frozen parameters of the transformer.
             * "quantized copy": the quantized weights that exploration samples with.
-            * "adapters": the trainable parameters in three versions: those that are trained, those
-              of the old policy that samples, and the EMA.
+            * "adapters": three versions of the trainable parameters: the current ones, those of the
+              old policy (which generates samples), and the EMA.
             * "optimizer": the state of the optimizer.
             * "text encoders", "vae" and "reward networks": the parameters of these networks.
-            * "conditioning": prompt embeddings, and what the reward computed from the prompts.
+            * "conditioning": the prompt embeddings, and the result of the reward's `prepare`.
         """
         experiment = self.phases.experiment
         state = self.phases.state
@@ -256,19 +253,21 @@ class Planner:
         Returns:
             A dict of bytes:
 
-            * "held": the arguments, also those that the compiler dropped. An array that is passed
-              twice counts once.
+            * "held": the arguments, including those that the compiler dropped. An array that is
+              passed twice counts once.
             * "padded": by how much "arguments" exceeds the bytes of all arguments, because the
               compiler pads them, e.g. to fill a TPU's tiles; 0 if it does not.
-            * "temporaries", "outputs" and "code": what the program allocates, and its machine code.
+            * "temporaries", "outputs" and "code": the temporary buffers, the results, and the
+              machine code.
             * "aliased": the outputs that are written over arguments.
             * "resident": a dict of the arrays that are in memory, but are not arguments, with the
               names that `parts` gives them; also "latents" (`Program.other_arrays`). With
-              `model.prompt_cache_dir`, text encoders are in memory for "encode" alone.
+              `model.prompt_cache_dir`, text encoders are in memory only during "encode".
             * "peak": the sum of "held", "padded", "temporaries", "outputs", "code" and the sizes in
               "resident", less "aliased".
             * "arguments": the compiler's figure for all arguments.
-            * "repeated": the bytes of arrays that were passed a second time.
+            * "repeated": the bytes of arguments that repeat an earlier one, which "held" does not
+              count again.
             * "unread": by how much "arguments" falls short of the bytes of all arguments, because
               the compiler dropped some; 0 if it does not.
         """
@@ -322,32 +321,34 @@ def plan(
         where: The kind and the number of the devices.
         hlo: A directory for the compiled texts, `PHASE-PROGRAM.hlo`. It is created if necessary,
             and existing files are replaced. None: they are not written.
-        progress: Called once per program with "PHASE: PROGRAM", before it is measured (for which
-            its compilation is waited for). An error that it raises ends the plan.
+        progress: Called once per program with "PHASE: PROGRAM", before the plan waits for its
+            compilation and measures it. An error that it raises ends the plan.
 
     Returns:
-        A dict of JSON values. All bytes are those of one device, and all seconds roofline bounds:
+        A dict of JSON values. All bytes are per device, and all seconds are roofline bounds:
 
-        * "phases": a list with a dict per phase that has programs, also for "evaluate" if its
-          images are larger (with 0 seconds): "name" (e.g. "explore"), "seconds", "peak" (bytes) and
-          "programs", a list of dicts with "name", "calls", "memory" and "roofline" (see
-          `Planner.measure`).
+        * "phases": a list with a dict per phase that has programs: "name" (e.g. "explore"),
+          "seconds", "peak" (bytes) and "programs", a list of dicts with "name", "calls", "memory"
+          and "roofline" (see `Planner.measure`). It includes "evaluate", with 0 seconds, if the
+          images of an evaluation are larger than those of training.
         * "seconds" and "rollout": the seconds of an iteration, and those of its phases "sync",
           "explore" and "regenerate", which generate samples.
-        * "naive_scaling": a dict of both for a run that explores in the training precision with all
-          steps and does not regenerate. Only if the planned run regenerates the kept samples.
+        * "naive_scaling": a dict of "seconds" and "rollout" for a run that explores in the training
+          precision with all steps and does not regenerate. The key is missing if the planned run
+          does not regenerate the kept samples.
         * "peak", "largest", "usable" and "fits": the largest peak of a phase and the name of that
           phase, the bytes that arrays may take (92% of the memory), and whether the peak is within
-          them.
+          this limit.
         * "too_large": for each phase that does not fit, by its name, a list of settings that can
           reduce its memory, e.g. "mesh.fsdp". Empty if all fit.
-        * "faster": a setting `key=value` that may save time, by the name of the phase. Often empty.
+        * "faster": a dict with a setting `key=value` that may save time, by the name of the phase.
+          Often empty.
         * "parts": bytes of the arrays that stay in memory, e.g. "base" and "adapters".
         * "assumptions": a list of sentences.
         * "preset", "objective", "device", "devices" (per host), "hosts", "size" (a list of height
           and width in pixels, and for clips the number of frames), "mesh" (the sizes of its axes by
-          name), "exploration" (its format, as a sentence) and "gradient_checkpointing" (what the
-          backward pass computes again): what was planned.
+          name), "exploration" (its format, as a sentence) and "gradient_checkpointing" (the setting
+          in effect, e.g. "blocks"): a description of the planned run.
 
     Raises:
         InputError: If the devices do not exist or do not match the mesh of the configuration, if
@@ -403,7 +404,7 @@ def plan(
 
 
 def arrays(tree: Any) -> list[Any]:
-    """Returns the ShapeDtypeStructs among the leaves of a tree, and leaves out all other leaves.
+    """Returns the ShapeDtypeStructs among the leaves of a tree.
 
     Args:
         tree: A tree with ShapeDtypeStructs in place of arrays, such as the arguments of a program.
@@ -412,16 +413,16 @@ def arrays(tree: Any) -> list[Any]:
 
 
 def suggest_faster_settings(planner: Planner, free_bytes: dict[str, int]) -> dict[str, str]:
-    """Suggests settings with which an iteration may take less time.
+    """Suggests settings that may make an iteration faster.
 
-    There are two: `rollout.explore.precision=auto`, if the device can only emulate the present
-    format; and `model.gradient_checkpointing=matmuls`, if the configuration says "blocks" (not
-    "auto") and the update leaves more than half of the usable memory free.
+    There are two. `rollout.explore.precision=auto` is suggested if the device can only emulate the
+    present format. `model.gradient_checkpointing=matmuls` is suggested if the configuration has
+    "blocks" (not "auto") and the update leaves more than half of the usable memory free.
 
     Args:
         planner: The planner, for its configuration, device and usable memory.
-        free_bytes: Bytes that each phase leaves free of the usable memory, by its name. "update"
-            must be among them.
+        free_bytes: The bytes of the usable memory that each phase leaves free, by the name of the
+            phase. "update" must be among them.
 
     Returns:
         The settings `key=value` by the phase that they make faster, "explore" or "update". May be
@@ -446,12 +447,12 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
     """Adds up the seconds of an iteration.
 
     If the run regenerates the kept samples, it also estimates an iteration of the method
-    "naive_scaling" for comparison, which samples all candidates in the training precision and with
-    all steps, and neither regenerates nor scores any again. Each of its batches takes the roofline
+    "naive_scaling" for comparison. This method samples all candidates in the training precision and
+    with all steps, and neither regenerates nor rescores any. Each of its batches takes the roofline
     seconds of a batch of regeneration, scaled up to all steps.
 
     Args:
-        planner: The planner, which tells the number of batches.
+        planner: The planner, for the numbers of batches and steps.
         phases: The phases of the iteration in order: dicts with "name", "seconds" and "programs".
 
     Returns:
@@ -466,12 +467,12 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
     )
     if regeneration is not None:
         sampled_batches, _ = planner.phases.num_batches(row_groups(planner.phases.mesh))
-        # It regenerates nothing, so its candidates take all steps.
+        # "naive_scaling" continues nothing, so its candidates take all steps.
         steps = planner.config.rollout.num_steps
         all_steps = steps / (steps - planner.phases.continued)
         naive = sampled_batches * regeneration["roofline"]["seconds"] * all_steps
         explored_batches, regenerated_batches = planner.phases.num_batches(planner.phases.mesh.size)
-        # A reward of whole groups that reads latents has no programs of its own.
+        # A groupwise reward of latents has no programs, so there may be no phase "score".
         scored = seconds.get("score", 0.0)
         score = scored * explored_batches / (explored_batches + regenerated_batches)
         iteration = figures["seconds"] - rollout - scored + naive + score
@@ -480,9 +481,10 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def assumptions(planner: Planner) -> Iterator[str]:
-    """Yields sentences on what the figures of a plan assume, without full stops.
+    """Yields the assumptions behind the figures of a plan, as sentences without full stops.
 
-    For example, how much memory arrays may take, and what is taken to need no time.
+    For example, the fraction of memory that arrays may take, and the work that is assumed to take
+    no time.
 
     Args:
         planner: The planner. Its configuration and devices decide which sentences apply.
@@ -527,8 +529,8 @@ def assumptions(planner: Planner) -> Iterator[str]:
 def table(summary: dict[str, Any]) -> str:
     """Formats a plan for a terminal.
 
-    The lines show what was planned, the memory of the parts and of each program in GB (10^9 bytes)
-    of one device, the times of each program, whether it fits, and the assumptions.
+    The lines show the planned run, the memory of the parts and of each program in GB (10^9 bytes)
+    per device, the times of each program, whether the plan fits, and the assumptions.
 
     Args:
         summary: The plan, as `plan` returns it: a dict with "preset", "device", "parts", "phases",

@@ -1,7 +1,7 @@
-"""Plans the training of a preset on devices that need not be here.
+"""Plans the training of a preset on devices that need not be present.
 
-This module imports JAX only when `plan` is called, because the compiler of an absent device is
-chosen by environment variables that JAX reads as it is imported.
+This module imports JAX only when `plan` is called, because `plan` first sets environment variables
+for compiling for absent devices, which JAX reads at import.
 """
 
 from collections.abc import Callable
@@ -32,38 +32,43 @@ def plan(
 
     The programs are compiled for these devices, which needs their compiler (`pip install
     'solrl_jax[plan-cuda]'` or `[plan-tpu]`), but no weights. Also imports objectives and rewards
-    from outside the package, and reads the prompt sets, of which those of the hub are downloaded
-    unless they are in the hub's cache. Call it before anything imports JAX, which is not checked,
-    in a process that does not train: it sets environment variables with which JAX runs on the CPU.
+    from outside the package, and reads the prompt sets. Those of the hub are downloaded unless they
+    are in the hub's cache.
+
+    Call it before anything imports JAX (not checked), in a process that does not train. It sets
+    environment variables that make JAX run on the CPU.
 
     Args:
         preset: The name of a preset, e.g. "flux1_sol_rl_hpsv2".
         *overrides: Settings that differ from the preset, as `key=value`. Later ones win.
         device: The kind of device, a key of `planning.targets.TARGETS`, e.g. "b200".
-        devices: The number of devices on each host, from 1 to `Target.on_host`; for TPUs, those of
-            1, 4 or 8 chips.
+        devices: The number of devices on each host, from 1 to `Target.on_host`. For TPUs, it must
+            be the number of JAX devices of 1, 4 or 8 chips (8 only with a two-dimensional torus).
         hosts: The number of hosts, at least 1; a power of two for TPUs.
         hlo: A directory for the compiled programs as text, `PHASE-PROGRAM.hlo`. It is created if
             necessary. None: they are not written.
         force: Whether `hlo` may contain files `*.hlo` already, which may be replaced.
-        progress: Called once per program with "PHASE: PROGRAM", before it is measured (for which
-            its compilation is waited for). An error that it raises ends the plan.
+        progress: Called once per program with "PHASE: PROGRAM", before `plan` waits for its
+            compilation and measures it. An error that it raises ends the plan.
 
     Returns:
-        A dict of JSON values, as `solrl plan` prints it. All bytes are those of one device, and all
-        seconds roofline bounds. "seconds" and "rollout" are the seconds of an iteration, and of its
-        generation of samples. "peak", "usable" and "fits" are the bytes that are needed, those that
-        arrays may take, and whether the former fit. "phases" is a list with a dict per phase of the
-        iteration: "name", "seconds", "peak" and "programs" (their memory, kernels and collectives).
-        "overrides" are those that were passed. `planning.plan.plan` lists the other keys, such as
-        settings that take less memory or time.
+        A dict of JSON values, as `solrl plan` prints it. All bytes are per device, and all seconds
+        are roofline bounds. `planning.plan.plan` lists all keys but "overrides". The most important
+        ones are:
+
+        * "seconds" and "rollout": the seconds of an iteration, and of its sample generation.
+        * "peak", "usable" and "fits": the bytes that are needed, the bytes that arrays may take,
+          and whether the former are within the latter.
+        * "phases": a list with a dict per phase: "name", "seconds", "peak" and "programs" (with
+          their memory, kernels and collectives).
+        * "overrides": the arguments `overrides`.
 
     Raises:
         ConfigError: If the preset or an override is invalid, or the objective does not allow other
             settings.
         InputError: If the device is unknown, its compiler is not installed, the configuration
-            cannot be run on so many devices, or `hlo` cannot be written to or has programs without
-            `force`.
+            cannot be run on so many devices, or `hlo` cannot be written to, or contains `*.hlo`
+            files and `force` is false.
         RunError: If a compiled text cannot be written to the disk.
         jax.errors.JaxRuntimeError: If XLA cannot compile a program.
     """

@@ -1,6 +1,6 @@
-"""Settings for the devices at hand, from plans that were made before: `mesh=auto`.
+"""Proposes settings for the devices at hand from earlier plans: `mesh=auto`.
 
-Compiling a plan takes minutes and the compiler of the device. The package therefore carries the
+Compiling a plan takes minutes and the compiler of the device. The package therefore contains the
 peak memory and the seconds of plans of released models (`assets/plan_records.json`, which
 `scripts/plan_records.py` collects), and proposes the settings of the plan that suits best.
 """
@@ -18,12 +18,12 @@ from solrl_jax.config.sizes import largest_training_size
 from solrl_jax.planning.targets import TARGETS
 
 RECORDS = Path(__file__).parents[1] / "assets" / "plan_records.json"
-# The override that takes the proposed settings.
+# The override that is replaced by the proposed settings.
 MESH_AUTO = "mesh=auto"
 
 
 class Record(NamedTuple):
-    """The result of an earlier plan: what one preset needs on some devices.
+    """The result of an earlier plan: the memory and the seconds of one preset on some devices.
 
     Attributes:
         model: The name of the model, `model.name`, e.g. "flux1".
@@ -35,13 +35,12 @@ class Record(NamedTuple):
         tensor: The number of devices that share each linear layer, `mesh.tensor`; 1: no tensor
             parallelism.
         size: (height, width) of images in pixels, or (height, width, number of frames) of clips.
-        gradient_checkpointing: What the backward pass computes again,
-            `model.gradient_checkpointing`: "none", "matmuls" or "blocks". None: it was left to
-            "auto".
+        gradient_checkpointing: The setting `model.gradient_checkpointing`: "none", "matmuls" or
+            "blocks". None: it was "auto".
         update_batch: The loss terms per device in one micro-batch of the update,
             `optimizer.per_device_batch_size`.
         rollout_batch: The samples that a device generates at once, `rollout.per_device_batch_size`.
-        peak: The bytes that the iteration needs on one device at most.
+        peak: The largest number of bytes in use on one device in any phase of the plan.
         seconds: Lower bounds of the seconds per iteration, by the name of the phase, e.g.
             "explore". May be empty.
         source: The file of the plan in the repository.
@@ -76,7 +75,7 @@ class Machine(NamedTuple):
     Attributes:
         platform: "gpu", "tpu" or "cpu".
         kind: The kind of device as JAX names it (`jax.Device.device_kind`), e.g. "NVIDIA H200".
-        devices: The number of devices of one host, also if there are several hosts.
+        devices: The number of devices of one host, even if there are several hosts.
         memory: The bytes of one device that JAX may use; on a CPU, the memory of the machine.
     """
 
@@ -93,8 +92,8 @@ class Proposal(NamedTuple):
         settings: Values of configuration fields by their dotted names, e.g. {"mesh.fsdp": 8}.
             Empty: nothing is proposed, and the preset stays as it is.
         record: The earlier plan that the settings were taken from. None if they are a guess, or if
-            there are none.
-        reason: One line for the user that says where the settings come from, or why there are none.
+            `settings` is empty.
+        reason: One line for the user: the origin of the settings, or why there are none.
     """
 
     settings: Mapping[str, Any]
@@ -105,7 +104,7 @@ class Proposal(NamedTuple):
         """Returns the settings that differ from a configuration, as `key=value`.
 
         Args:
-            config: The configuration whose present values are compared with the settings.
+            config: The configuration to compare the settings with.
 
         Returns:
             The differing settings, e.g. ["mesh.fsdp=8"], in the order of `settings`. Empty if all
@@ -134,15 +133,16 @@ def load_records() -> tuple[Record, ...]:
 def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Proposal:
     """Proposes mesh, gradient checkpointing and batch sizes for a machine, from earlier plans.
 
-    Considered are plans of the same model on the same platform (GPU or TPU; a CPU has none) for at
-    least as many pixels, in all frames. A plan fits if it needs no more memory per device than the
-    machine has, and if its number of shards (`Record.shards`) divides the number of devices. If
-    `mesh.tensor` or `mesh.sequence` of the configuration is above 1, the configuration keeps both:
-    a plan then needs the same `mesh.tensor` to fit, and `mesh.sequence` further devices per shard.
-    The one that should be fastest is taken among those that fit: with the least tensor parallelism,
-    then without recomputing whole blocks (a plan that left it to "auto" counts as such), then with
-    the smallest `mesh.fsdp`, then on the same kind of device, then with the largest peak memory. If
-    none fits, the settings are a guess that saves as much memory as possible.
+    It considers plans of the same model on the same platform (GPU or TPU; a CPU has none) for at
+    least as many pixels, in all frames. A plan fits if two conditions hold. It needs no more memory
+    per device than the machine has. Its number of shards (`Record.shards`) times `mesh.sequence` of
+    the configuration divides the number of devices. If `mesh.tensor` or `mesh.sequence` of the
+    configuration is above 1, both are kept, so a plan also needs the same `mesh.tensor`.
+
+    The fastest plan among those that fit is estimated by these criteria, the most important first:
+    the least tensor parallelism, a `model.gradient_checkpointing` other than "blocks", the smallest
+    `mesh.fsdp`, the same kind of device, the largest peak memory. If none fits, the settings are a
+    guess that saves as much memory as possible.
 
     Args:
         config: The configuration to propose for. Its model, largest image size, mesh and
@@ -152,10 +152,11 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
     Returns:
         The proposal. Its settings are `mesh.fsdp`, `optimizer.per_device_batch_size` and
-        `rollout.per_device_batch_size`; from a plan also `mesh.tensor` and, unless the plan left it
-        to "auto", `model.gradient_checkpointing`; in a guess also `model.gradient_checkpointing`
-        and, for images above 512 pixels, `model.vae_tile_size`. They are empty if no plan is
-        considered, or if the configuration trains other parameters than adapters.
+        `rollout.per_device_batch_size`. A plan adds `mesh.tensor` and, unless it was "auto",
+        `model.gradient_checkpointing`. A guess adds `model.gradient_checkpointing="blocks"` and,
+        for images above 512 pixels in height or width, `model.vae_tile_size`. The settings are
+        empty if there is no plan to consider, or if the configuration trains parameters other than
+        adapters.
     """
     where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
     size = largest_training_size(config)
@@ -219,17 +220,18 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
     """Proposes settings for a machine that no earlier plan fits, to save as much memory as
     possible.
 
-    The parameters are divided among all devices of the host, or among as many as `mesh.tensor` and
-    `mesh.sequence` of the configuration leave. The backward pass computes whole blocks again. The
-    batch of the update is halved until memory in proportion to it would fit, and made even, at
-    least 2; that of the rollout is the smaller of this batch and the plan's. Images of more than
-    512 pixels in height or width are decoded in tiles of 512. Whether that fits is not known.
+    `mesh.fsdp` is the number of devices of the host, divided by `mesh.tensor` and `mesh.sequence`
+    of the configuration, rounded down, and at least 1. The backward pass recomputes whole blocks.
+    The batch size of the update is halved until memory in proportion to it would fit, and rounded
+    down to an even number, at least 2. The batch size of the rollout is the smaller of this one and
+    the plan's. Images of more than 512 pixels in height or width are decoded in tiles of 512.
+    Whether the result fits is not known.
 
     Args:
-        config: The configuration, which gives the largest image size and the mesh.
-        machine: The devices to guess for.
-        nearest: The plan with the least memory, whose batch sizes are the starting point.
-        where: The devices in words, for the text of `reason`.
+        config: The configuration. Its largest image size and its mesh are used.
+        machine: The devices to propose for.
+        nearest: The plan with the least memory. Its batch sizes are the starting point.
+        where: A description of the devices, for the text of `reason`.
 
     Returns:
         The proposal, with None as its `record`.
@@ -266,10 +268,11 @@ def expand_mesh_auto(
             only if `mesh=auto` is among the overrides, because it may start JAX's backend.
 
     Returns:
-        A pair. First the new list of overrides: the proposed settings that no other override names,
-        and after them the user's other overrides. Then one line for the user that names the
-        settings and their origin, or says why nothing is proposed. Without `mesh=auto` the pair is
-        the overrides as they are, unchecked, and None.
+        A pair:
+          1. The new list of overrides: the proposed settings that no other override names and that
+             differ from the preset with the other overrides, followed by these overrides.
+          2. One line for the user: the settings and their origin, or why there are none.
+        Without `mesh=auto`, the pair is the unchanged overrides, which are not checked, and None.
 
     Raises:
         ConfigError: If, with `mesh=auto`, the preset or an override is invalid.

@@ -1,10 +1,10 @@
 """Computes a lower bound of the time of a compiled program: every kernel at a peak rate of the
 device.
 
-It is a yardstick for comparing programs, not a prediction (Williams et al. 2009, "Roofline",
-doi:10.1145/1498765.1498785): it knows nothing of caches, launch overhead, or how near a library
-comes to its peak. A kernel takes the longer of two times: its operations at the peak rate of its
-operands' type, and its bytes at the peak rate of memory.
+A kernel takes the longer of two times: its operations at the peak rate of its operands' type, and
+its bytes at the peak rate of memory. See Williams et al. 2009, "Roofline",
+doi:10.1145/1498765.1498785. The bound serves to compare programs. It is not a prediction, because
+it ignores caches, launch overhead, and how closely a library approaches the peak rates.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from solrl_jax.planning.kernels import Kernel, count_library_kernels, kernels
 from solrl_jax.planning.links import Collective, collectives
 from solrl_jax.planning.targets import Target
 
-# What limits the time of kernels and collectives.
+# The parts into which the time of kernels and collectives is split.
 KINDS = ("matmuls", "attention", "memory", "links")
 LARGEST = 8  # the number of groups of kernels that are listed
 
@@ -31,7 +31,7 @@ class Roofline:
         devices_per_host: The number of devices per host. Traffic between hosts takes the network.
         kernels: The kernels that the program runs.
         collectives: The collectives that the program runs.
-        unknown_loops: The number of loops whose iterations are unknown, and which count as one
+        unknown_loops: The number of loops whose number of iterations is unknown. Each counts as one
             iteration.
     """
 
@@ -42,11 +42,10 @@ class Roofline:
     unknown_loops: int
 
     def peak_seconds(self, kernel: Kernel) -> float:
-        """Returns the seconds that a kernel needs at least for its arithmetic, over all of its
-        runs.
+        """Returns a lower bound of the seconds of a kernel's arithmetic, over all of its runs.
 
-        That is its operations at the peak rate of its arithmetic unit; 0 for a kernel of the kind
-        "memory".
+        It is the time of its operations at the peak rate of its arithmetic unit; 0 for a kernel of
+        the kind "memory".
 
         Args:
             kernel: A kernel of the program.
@@ -54,10 +53,10 @@ class Roofline:
         return kernel.times * kernel.operations / getattr(self.target.peaks, kernel.unit)
 
     def kernel_seconds(self, kernel: Kernel) -> float:
-        """Returns the seconds that a kernel needs at least, over all of its runs.
+        """Returns a lower bound of the seconds of a kernel, over all of its runs.
 
-        That is the longer of two times: its arithmetic at the peak rate of its unit, and its memory
-        traffic at the peak rate of the memory.
+        It is the longer of two times: that of its arithmetic at the peak rate of its unit, and that
+        of its memory traffic at the peak rate of the memory.
 
         Args:
             kernel: A kernel of the program.
@@ -67,10 +66,10 @@ class Roofline:
         )
 
     def link_seconds(self, collective: Collective) -> float:
-        """Returns the seconds that a collective needs at least, over all of its runs.
+        """Returns a lower bound of the seconds of a collective, over all of its runs.
 
-        The bytes for other hosts go over the network and all others over the links within the host,
-        both at peak rates and one after the other.
+        The bytes for other hosts go over the network, and all others over the links within the
+        host. Both move at peak rates, one after the other.
 
         Args:
             collective: A collective of the program.
@@ -82,13 +81,13 @@ class Roofline:
         )
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds of one call, divided by what they are spent on.
+        """Splits the seconds of one call by kind of work.
 
         Returns:
             A dict of the seconds of "matmuls" (and convolutions), "attention", "memory" (all other
-            kernels) and "links" (collectives). Their sum is the lower bound for one call. The
-            collectives that overlap with kernels add only the time by which they together exceed
-            all kernels.
+            kernels) and "links" (collectives). Their sum is the lower bound for one call. The time
+            of collectives that overlap with kernels counts only as far as their total exceeds the
+            total of all kernels.
         """
         seconds = dict.fromkeys(KINDS, 0.0)
         for kernel in self.kernels:
@@ -111,16 +110,17 @@ class Roofline:
               one by name (`kernels.count_library_kernels`).
             * "operations": arithmetic operations by unit, e.g. {"bf16": 1e12}.
             * "memory_traffic": bytes of main memory that are read and written.
-            * "collectives": a list of dicts, one per kind of collective, and apart for those that
-              overlap with kernels: "kind", "overlaps" (whether kernels run meanwhile), "count" (of
-              runs), "sent" (bytes that one device sends in all runs), "crossing" (those of them
-              that go to another host) and "seconds".
-            * "largest": a list of the 8 longest kernels as dicts (those of equal name, result and
-              source are one): "name", "result" (type and shape of the first result), "source" (the
-              operation of JAX that it came from), "times" (of runs), "seconds" of all runs, and
-              "at_peak" (the seconds of their arithmetic alone).
-            * "unknown_loops": the number of loops that count as one iteration, because the number
-              of their iterations is unknown.
+            * "collectives": a list of dicts, one per kind of collective and value of "overlaps":
+              "kind", "overlaps" (whether kernels run meanwhile), "count" (the number of runs),
+              "sent" (the bytes that one device sends in all runs), "crossing" (the part of "sent"
+              that goes to another host) and "seconds" (of all runs).
+            * "largest": a list of dicts for the 8 groups of kernels that take longest. Kernels of
+              equal name, result and source are one group: "name", "result" (type and shape of the
+              first result), "source" (the operation of JAX that they came from), "times" (the
+              number of runs), "seconds" (of all runs) and "at_peak" (the seconds of the arithmetic
+              alone).
+            * "unknown_loops": the number of loops whose number of iterations is unknown. Each
+              counts as one iteration.
         """
         split = self.split()
         operations = defaultdict[str, float](float)
@@ -145,9 +145,9 @@ class Roofline:
 
         Returns:
             One dict per group, in the order of their first runs: "kind" (e.g. "all-gather"),
-            "overlaps" (whether kernels run meanwhile), "count" (the number of runs), "sent" (bytes
-            that one device sends in all runs), "crossing" (how many of them go to another host) and
-            "seconds".
+            "overlaps" (whether kernels run meanwhile), "count" (the number of runs), "sent" (the
+            bytes that one device sends in all runs), "crossing" (the part of "sent" that goes to
+            another host) and "seconds" (of all runs).
         """
         groups: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
         for collective in self.collectives:
@@ -165,11 +165,12 @@ class Roofline:
         ]
 
     def _largest(self) -> list[dict[str, Any]]:
-        """Returns the kernels that take longest. Kernels of equal name, result and source are one.
+        """Returns the groups of kernels that take longest. Kernels of equal name, result and source
+        are one group.
 
         Returns:
             At most 8 dicts, longest first: "name" (e.g. "__cublas$gemm bf16"), "result" (type and
-            shape of its first result), "source" (the JAX operation that it was compiled from),
+            shape of the first result), "source" (the JAX operation that they were compiled from),
             "times" (the number of runs), "seconds" (of all runs) and "at_peak" (the seconds of the
             arithmetic alone).
         """
@@ -219,7 +220,7 @@ def roofline(text: str, target: Target, devices_per_host: int = 1, hosts: int = 
 def table(summary: dict[str, Any]) -> str:
     """Formats the figures of a program for a terminal.
 
-    The lines show the seconds in all and by what they are spent on, the runs of library functions,
+    The lines show the total seconds, the seconds per kind of work, the runs of library functions,
     the collectives, and the kernels that take longest.
 
     Args:

@@ -1,4 +1,4 @@
-"""The devices that a plan can be made for: their public figures, and their description for XLA.
+"""The devices that plans support: their public figures, and their description for XLA.
 
 Figures are those of one device, per second and dense (without sparsity); links are counted in one
 direction. The sources are the makers': data sheets and white papers of NVIDIA's A100, H100 (SXM),
@@ -29,7 +29,7 @@ CUDNN = "9.12.0"  # the oldest version that the CUDA 13 plug-in of jax 0.10 acce
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The figures of a GPU that XLA's compiler asks for.
+    """The figures of a GPU that XLA's compiler needs.
 
     Attributes:
         cores: The number of streaming multiprocessors of the GPU.
@@ -53,11 +53,11 @@ class Peaks:
     """The peak rates of one device.
 
     Attributes:
-        bf16: Operations per second of BF16 matmuls, dense and with 2 for a multiply-add. The same
-            unit holds for all matmuls below.
-        int8: INT8 matmuls; the rate of `bf16` for a device that has no hardware for them.
-        fp8: FP8 matmuls; the rate of `bf16` for a device that has no hardware for them.
-        fp4: FP4 matmuls; without hardware for them the rate of `bf16` on GPUs, and of `fp8` on
+        bf16: Operations per second of BF16 matmuls, dense and with 2 for a multiply-add. All rates
+            of matmuls below have the same unit.
+        int8: INT8 matmuls. Without hardware for them, the rate of `bf16`.
+        fp8: FP8 matmuls. Without hardware for them, the rate of `bf16`.
+        fp4: FP4 matmuls. Without hardware for them, the rate of `bf16` on GPUs and of `fp8` on
             TPUs.
         fp32: Float32 matmuls at full precision.
         tf32: Float32 matmuls at reduced precision: TF32 on GPUs, three passes of BF16 on TPUs.
@@ -91,7 +91,7 @@ class Target:
         memory: The bytes of main memory of one device.
         peaks: The peak rates of one device.
         on_host: The largest number of devices that one host has.
-        chip: The figures of a GPU that XLA's compiler asks for; None for TPUs.
+        chip: The figures of a GPU that XLA's compiler needs; None for TPUs.
         axes: 2 or 3 for TPUs whose chips are linked in a two- or three-dimensional torus; 0 for
             GPUs.
         cores: The number of JAX devices of one TPU chip; 1 for GPUs.
@@ -128,7 +128,7 @@ def _gpu(
         memory: MiB of memory, as CUDA reports them.
         rates: Seven peak rates of one device: teraflops of matmuls in BF16, INT8, FP8 and FP4, TB/s
             of memory, GB/s of the links, and GB/s of the network, both in one direction.
-        chip: The figures that XLA's compiler asks for.
+        chip: The figures that XLA's compiler needs.
         on_host: The largest number of devices that one host has.
     """
     bf16, int8, fp8, fp4, bandwidth, link, network = rates
@@ -250,7 +250,7 @@ def description(target: Target) -> str:
     chip = target.chip
     (major, minor) = target.capability
     assert chip is not None
-    # The features of one architecture alone, as of sm_90a.
+    # Features of one architecture alone, such as those of sm_90a.
     features = "feature_extension: ACCELERATED_FEATURES" if major >= 9 else ""
     dnn = "major: {} minor: {} patch: {}".format(*CUDNN.split("."))
     return f"""

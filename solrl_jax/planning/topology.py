@@ -1,7 +1,7 @@
-"""Compiles for devices that are not present, by XLA's own compilers.
+"""Compiles programs for devices that are not present, by XLA's own compilers.
 
 The GPU compiler is in JAX's CUDA plug-in, the TPU compiler in libtpu. Neither needs a device or a
-driver. The functions that train are lowered unchanged, with shardings over the devices of a
+driver. The functions of training are lowered unchanged, with shardings over the devices of a
 topology.
 """
 
@@ -19,8 +19,8 @@ from solrl_jax.planning.targets import Target, description
 WHEELS = {"gpu": ("jax_cuda13_plugin", "jax_cuda12_plugin"), "tpu": ("libtpu",)}
 TOOLKIT = Path("/usr/local/cuda/bin")  # where CUDA installs its own tools
 EXTRAS = {"gpu": "plan-cuda", "tpu": "plan-tpu"}
-# JAX uses no device, and caches no compiled program, since it could not be loaded here. libtpu
-# looks for no TPU and writes no log.
+# JAX runs on the CPU, and caches no compiled programs, because they could not be loaded here.
+# libtpu looks for no TPU and writes no log.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -66,9 +66,9 @@ def prepare(target: Target) -> None:
 
 
 def _has_assembler() -> bool:
-    """Returns whether `ptxas`, CUDA's assembler, is installed, without which XLA cannot compile.
+    """Returns whether CUDA's assembler `ptxas`, which XLA needs to compile, is installed.
 
-    It is looked for in NVIDIA's Python packages, on the PATH and in `/usr/local/cuda/bin`.
+    It may be in NVIDIA's Python packages, on the PATH or in `/usr/local/cuda/bin`.
     """
     nvidia = importlib.util.find_spec("nvidia")
     wheels = [Path(folder) for folder in nvidia.submodule_search_locations or ()] if nvidia else []
@@ -85,9 +85,9 @@ def _has_cudnn() -> bool:
 
 
 def devices(target: Target, count: int, hosts: int) -> list[Any]:
-    """Returns devices that are not present, which JAX can compile for, but not run on.
+    """Returns devices that are not present. JAX can compile programs for them, but not run any.
 
-    `prepare` must have been called before.
+    `prepare` must have been called before. Also starts JAX's CPU backend.
 
     Args:
         target: The kind of device.
@@ -136,9 +136,9 @@ def tpu_topology(target: Target, count: int, hosts: int) -> tuple[str, tuple[int
         hosts: The number of hosts, a power of two.
 
     Returns:
-        A pair. First the name of the slice for libtpu, with the numbers of chips along the axes of
-        its torus, e.g. "v6e:4x4" for 2 hosts of 8 chips; they are as equal as possible. Then the
-        numbers of chips of one host along three axes, e.g. (2, 4, 1).
+        A pair. First, the name of the slice for libtpu, e.g. "v6e:4x4" for 2 hosts of 8 chips. It
+        has the numbers of chips along the axes of the torus, which are as equal as possible.
+        Second, the numbers of chips of one host along three axes, e.g. (2, 4, 1).
 
     Raises:
         InputError: If there are no hosts with so many devices, or no slice of so many hosts. A
@@ -176,8 +176,8 @@ def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
     call `function.lower(*arguments)`.
 
     Args:
-        function: The jitted function. If it reads the current mesh, set it with `jax.set_mesh`:
-            without a mesh, kernels are chosen for the platform of this machine
+        function: The jitted function. If it reads the current mesh, the caller must set the mesh
+            (`jax.set_mesh`). Without a mesh, kernels are chosen for the platform of this machine
             (`quant.compile_target`).
         arguments: Its arguments, with ShapeDtypeStructs in place of arrays. Their shardings name
             the devices.

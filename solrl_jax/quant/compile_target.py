@@ -15,7 +15,7 @@ import jax
 def platform() -> str:
     """Returns the platform of the devices that the program is traced for.
 
-    These devices need not exist here: `solrl plan` compiles for devices that are only described.
+    These devices need not be attached: `solrl plan` compiles for devices that are only described.
 
     Returns:
         "cpu", "gpu" (always CUDA: no other GPU is supported) or "tpu", of the mesh that
@@ -31,8 +31,7 @@ def local_triton_converts_fp8() -> bool:
 
     Returns:
         False if that is an NVIDIA GPU older than Ada (compute capability below 8.9). True
-        otherwise, also without a GPU: a GPU that programs are only compiled for is taken to be
-        newer.
+        otherwise, also without a GPU: a GPU that programs are only compiled for counts as newer.
     """
     return not _local_gpu_older_than(8.9)
 
@@ -43,7 +42,7 @@ def cudnn_attends_in_fp8() -> bool:
     Returns:
         True if it is traced for a GPU (`platform`), unless the first device of JAX is an NVIDIA GPU
         older than Hopper (compute capability below 9.0). A GPU that programs are only compiled for
-        is taken to be newer.
+        counts as newer.
     """
     return platform() == "gpu" and not _local_gpu_older_than(9.0)
 

@@ -51,7 +51,7 @@ class DeviceInfo:
         return cls(device.platform, device.device_kind, capability)
 
     def is_cuda_from(self, capability: tuple[int, int]) -> bool:
-        """Returns whether the device is an NVIDIA GPU of a compute capability or a higher one.
+        """Returns whether the device is an NVIDIA GPU with at least a given compute capability.
 
         Args:
             capability: The lowest (major, minor) that is accepted.
@@ -191,8 +191,8 @@ def scoring_dtypes(
         device: The device that decodes and scores.
 
     Returns:
-        A pair: the dtype of the decoder (None: that which the autoencoder was released for), and
-        the dtype of the matmuls in reward networks.
+        A pair: the dtype of the decoder (None: the dtype that the autoencoder was released for),
+        and the dtype of the matmuls in reward networks.
     """
     # Ampere and later GPUs, and TPUs. CPUs are slower in BF16 than in float32.
     has_bf16_units = device.is_cuda_from((8, 0)) or device.platform == "tpu"

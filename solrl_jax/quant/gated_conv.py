@@ -28,8 +28,8 @@ def gated_conv(
 
     Args:
         x: The pixels [b, n, c], row by row; c is even. On a TPU, an activation without `grid` must
-            be one lazy part, and the first of its arrays a matmul over all c channels. That array
-            is written to memory.
+            be one lazy part whose first array is the result of a matmul, with all c channels. That
+            array is written to memory.
         grid: The number of rows and of columns of the n pixels (of this device, under sequence
             parallelism); their product is n. It equals the `grid` of `x` if `x` has one, which is
             not checked.
@@ -61,15 +61,15 @@ def gated_conv(
 def _conv_of_own_rows(
     x: Float[Array, "b h w c"], kernel: Float[Array, "k k 1 c"], bias: Float[Array, " c"]
 ) -> Float[Array, "b h w c"]:
-    """Computes `depthwise_conv` under sequence parallelism: fetches the (k - 1) / 2 rows of pixels
-    on either side from the neighboring devices. Each device must have at least as many.
+    """Computes `depthwise_conv` under sequence parallelism: fetches (k - 1) / 2 rows of pixels on
+    either side from the neighboring devices.
 
     Rows are exchanged in float32, so that the gradient of a row is rounded once, after the parts of
-    all devices are added. They stay in float32 for the convolution, so a TPU does not round
-    filters.
+    all devices are added. The convolution gets them in float32, so a TPU does not round the filters
+    to BF16.
 
     Args:
-        x: The rows of pixels of this device [b, rows, columns, c].
+        x: The rows of pixels of this device [b, rows, columns, c], at least (k - 1) / 2 rows.
         kernel: The filters [k, k, 1, c]; k is odd.
         bias: One number per channel [c].
 
@@ -89,7 +89,7 @@ def _materialize_matmul(x: LazyActivation, grid: tuple[int, int]) -> LazyActivat
     """Makes XLA write the matmul that an activation begins with to memory, in the matmul's own
     dtype.
 
-    By itself, XLA would write it in float32 and copy it on a TPU. An optimization barrier on the
+    On a TPU, XLA would otherwise write it in float32 and copy it. An optimization barrier on the
     array as images [b, rows, columns, c] prevents that.
 
     Args:
@@ -136,8 +136,8 @@ def depthwise_conv(
 
     Returns:
         The convolved images [b, h, w, c] in the dtype of `x`, computed in float32 and rounded once.
-        With BF16 images on a TPU, which take XLA's grouped convolution, JAX's default matmul
-        precision (not the "highest" of `sharding.jit`) rounds the filters to BF16 first.
+        BF16 images on a TPU use XLA's grouped convolution (`conv_by_groups`). JAX's default matmul
+        precision would round its filters to BF16; `sharding.jit` sets "highest", which does not.
     """
     # in float32, rounded once: in BF16, rounding each product takes 2.5 times as long on CPU
     x32 = x.astype(jnp.float32)

@@ -95,7 +95,8 @@ class LazyPart:
             n may also be 1 (broadcast), and each array may have a width n of its own.
         exact: Whether the part contains no quantized matmul. `LazyActivation.value` computes an
             exact part in the dtypes of its arrays, as in the released networks, and other parts in
-            float32.
+            float32. The result of a leaf without a `lazy_matmul` of its own, such as `Corrected`,
+            counts as exact.
         start: With `stop`, the rows `start` to `stop` of the first array that the part uses; row
             `start` meets row 0 of the other arrays, which have `stop - start` rows or one. Ignored
             if `stop` is None.
@@ -129,7 +130,7 @@ class LazyPart:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LazyActivation:
-    """An activation [b, s, n] that need not exist in memory: it is computed by what reads it.
+    """An activation [b, s, n] that need not exist in memory: the kernel that reads it computes it.
 
     Its value and its encodings are computed when they are first read, and then kept. Two
     activations are equal only if they are the same object.
@@ -176,10 +177,11 @@ class LazyActivation:
         """Applies a function of rows. Nothing is computed yet.
 
         Args:
-            f: Called as `f(activation, *more)` along the last axis, for any number of leading axes.
-                Row i of its result may depend only on row i of its arguments. A kernel on a GPU
-                calls it on single float32 rows (scalars for arrays of width 1), padded with zeros
-                to a power of two, which must not change the columns before the padding.
+            f: Called as `f(activation, *more)`. It works along the last axis, for any number of
+                leading axes. Row i of its result may depend only on row i of its arguments. A
+                kernel on a GPU calls it on single float32 rows (scalars for arrays of width 1),
+                padded with zeros to a power of two, which must not change the columns before the
+                padding.
             *more: Further arrays [b, s, n], any of whose axes may have size 1. Their row 0 meets
                 the first row of the activation.
 
@@ -205,13 +207,13 @@ class LazyActivation:
         """Applies a function of rows to two activations. Nothing is computed yet.
 
         Args:
-            f: Called as `f(this, other)` along the last axis, for any number of leading axes. Row i
-                of its result may depend only on row i of its arguments. A kernel on a GPU calls it
-                on single float32 rows, padded with zeros to a power of two, which must not change
-                the columns before the padding.
+            f: Called as `f(this, other)`. It works along the last axis, for any number of leading
+                axes. Row i of its result may depend only on row i of its arguments. A kernel on a
+                GPU calls it on single float32 rows, padded with zeros to a power of two, which must
+                not change the columns before the padding.
             other: An activation [b, s, n] with the shape of this one. Neither activation may read a
-                range of rows of a larger array (`from_array(rows=...)`), which would be ignored
-                without notice.
+                range of rows of a larger array (`from_array(rows=...)`): the range would be ignored
+                without an error.
 
         Returns:
             The lazy result, with the dtype of this activation. It is exact if both are.
@@ -253,7 +255,7 @@ class LazyActivation:
 
         Returns:
             One lazy activation [b, s, width] per width, in their order, with the dtype and grid of
-            this one, and exact if it is. A sum of widths above n is not noticed.
+            this one, and exact if it is. That the widths add up to at most n is not checked.
 
         Raises:
             ValueError: If the activation has several parts, as after `concat`.
@@ -351,11 +353,11 @@ def materialize_heads(
 ) -> Float[Array, "b s n head"]:
     """Writes activations to memory as one sequence of attention heads.
 
-    Activations without a quantized matmul are computed in their own dtypes, by plain JAX
-    operations. If one has a quantized matmul, all are computed in float32, on CUDA by one kernel.
-    Programs for TPUs compute all in their own dtypes: there, float32 would be written to memory
-    between norm and rotation, and the rotation is a matmul (`models.layers.rotary`), which takes
-    six passes in float32.
+    If no activation contains a quantized matmul, plain JAX operations compute each in the dtypes of
+    its arrays. Otherwise all are computed in float32, on CUDA by one kernel. Programs for TPUs
+    always use the dtypes of the arrays: there, float32 would be written to memory between norm and
+    rotation, and the rotation is a matmul (`models.layers.rotary`), which takes six passes in
+    float32.
 
     Args:
         pieces: At least one activation [b, s_i, n * head_dim]. They follow each other along the
@@ -437,8 +439,8 @@ def encode_in_one_pass(encode: Encode, pieces: Sequence[LazyActivation]) -> tupl
     """Encodes the rows of activations that follow each other along the sequence axis.
 
     CUDA programs use a Triton kernel, in which each device encodes its own rows of the batch. Other
-    platforms use plain JAX, and so do GPUs older than Ada for outputs in FP8, which their Triton
-    cannot write.
+    platforms use plain JAX. So do GPUs older than Ada if an output is in FP8, which Triton cannot
+    write on them.
 
     Args:
         encode: The encoder: from the columns of rows (float32 arrays [..., n_i] whose widths add up
@@ -715,9 +717,9 @@ def tpu_kernel(
 ) -> tuple[Array, ...]:
     """Computes the rows of an activation and encodes them, in one pass over memory on a TPU.
 
-    One step of the kernel handles up to `TPU_ROWS` (128) rows of one sample, in float32; samples of
-    one row each are handled as the rows of one sample. Arrays that cannot be read in such blocks
-    are copied first (`_in_whole_blocks`).
+    One step of the kernel handles up to `TPU_ROWS` (128) rows of one sample, in float32. If each
+    sample has a single row, the rows of all samples are handled as those of one sample. Arrays that
+    cannot be read in such blocks are copied first (`_in_whole_blocks`).
 
     Args:
         encode: The encoder: from the columns of a block of rows (float32 arrays [rows, n], one per

@@ -85,9 +85,9 @@ class Leaf(abc.ABC):
             shards: The number of shards along the axis. 1 replicates everything.
 
         Returns:
-            The leaf with a `PartitionSpec` in place of each array, also in leaves that it contains,
-            whose own `output_axes` apply. The axis that `output_axes` names is sharded where its
-            size is a multiple of `shards`; all else is replicated.
+            The leaf with a `PartitionSpec` in place of each array. The axis that `output_axes`
+            names is sharded if its size is a multiple of `shards`; everything else is replicated.
+            For a leaf inside this one, the inner leaf's `output_axes` apply.
         """
 
         def spec(path: tuple[Any, ...], x: Any) -> Any:

@@ -2,8 +2,8 @@
 
 Its weights are `relu(q) . relu(k)` instead of a softmax. XLA would write the queries, keys and
 values of each head separately, some of them in float32, and read them again. Here a Triton kernel
-(written in Pallas) handles one head of one image: it computes the sums over the keys, and then what
-the queries read of them. A second kernel computes the gradient. On other platforms
+(written in Pallas) handles one head of one image: it computes the sums over the keys, and then the
+result of each query from these sums. A second kernel computes the gradient. On other platforms
 `plain_reference` computes the same in plain JAX.
 
 MHLA (arXiv 2601.07832, equation 4) has such sums for each block of the image, and the queries of a
@@ -49,8 +49,8 @@ class Blocks:
     are summed separately, and each block's queries read a mixture of the sums.
 
     Attributes:
-        layout: The number of blocks from top to bottom and from left to right. They must divide the
-            numbers of rows and of columns in `grid`; this is not checked.
+        layout: The number of blocks from top to bottom, and from left to right. They must divide
+            the numbers of rows and columns in `grid`, which is not checked.
         grid: The number of rows and of columns of tokens of the image, which are in raster order.
         eps: Added to the ReLU of queries and keys. The default adds nothing.
         denominator_eps: Added to the denominator of the attention, so that it is not 0. The default
@@ -112,21 +112,25 @@ def linear_attention(
     q_b is the query at the same place in block b.
 
     Under sequence parallelism, the queries of each device read the sums over the keys of all
-    devices. With BF16 queries on a GPU, it is one Triton kernel, if each input is a single lazy
-    part of all its rows and the sizes allow it (16, 32 or 64 features per head, and at most 2^14
-    values in the sums S_b of a head, with the number of blocks rounded up to a power of two; not
-    for the released variant or under sequence parallelism). Otherwise plain JAX computes the same.
-    Both have gradients with respect to q, k, v and m.
+    devices. One Triton kernel computes the attention if all of these conditions hold:
+
+    * The program is for a GPU and the queries are in BF16.
+    * Each input is a single lazy part of all its rows.
+    * A head has 16, 32 or 64 features, and the sums S_b of a head have at most 2^14 values, with
+      the number of blocks rounded up to a power of two.
+    * Neither the released variant nor sequence parallelism is used.
+
+    Otherwise plain JAX computes the same. Both have gradients with respect to q, k, v and m.
 
     Args:
-        q: Queries [b, n, d] before their feature, heads side by side in d. n are all tokens of the
-            image in raster order (under sequence parallelism, those of this device). Column j of q,
-            k and v must depend only on column j of the arrays that they are computed from (or on
-            arrays of width 1), as after a matmul and a bias. This is not checked.
+        q: Queries [b, n, d] before their feature, heads side by side in d. The n rows are all
+            tokens of the image in raster order (under sequence parallelism, those of this device).
+            Column j of q, k and v must depend only on column j of the arrays that they are computed
+            from (or on arrays of width 1), as after a matmul and a bias. This is not checked.
         k: Keys [b, n, d] before their feature, as `q`.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image, with eps, denominator_eps and the variant; not for use
+        blocks: The blocks of the image, with eps, denominator_eps and the variant. It must be None
             under sequence parallelism. None: no blocks, whatever `mix` is.
         mix: The mixing matrix m [blocks, blocks]; row i belongs to the queries of block i. None: no
             blocks and eps 0, whatever `blocks` is.
@@ -302,7 +306,7 @@ def exact_in_float32(*factors: Float[Array, "..."]) -> tuple[Float[Array, "..."]
 def with_gradient(
     kernel: Callable[..., Any], functions: Sequence[Callable[..., Array]], counts: Sequence[int]
 ) -> Callable[..., Array]:
-    """Makes a differentiable function of the kernels of the attention and of its gradient.
+    """Combines the kernels of the attention and of its gradient into one differentiable function.
 
     The forward pass keeps only its arguments; the backward pass computes the sums again. Each
     device runs the kernels on its own images.
@@ -732,8 +736,7 @@ def _along_first_axis(values: Array, like: Array) -> Array:
 
 
 def _mix_sums(weights: Float[Array, " m"], sums: tuple[Array, ...]) -> list[Array]:
-    """Mixes the sums over keys of all blocks, with the weights that one block's queries have for
-    them.
+    """Mixes the sums over keys of all blocks, with the weights of one block's queries.
 
     Args:
         weights: The row of the mixing matrix [m] that belongs to the block of the queries.

@@ -48,7 +48,8 @@ class LowRank(Leaf):
         Returns:
             The result [rows, n_out] in the dtype of `x`, with its outputs sharded over the mesh
             axis `tensor` if their number is a multiple of the axis. Gradients of `a` and `b` are
-            accumulated in float32. That of `base` is not stopped: callers do not ask for it.
+            accumulated in float32. The gradient of `base` is not stopped, but callers do not
+            request it.
         """
         y = tensor_parallel.column_parallel_matmul(x, self.base.astype(x.dtype))
         return y + _low_rank_matmul(self.scale, x, self.a, self.b)

@@ -35,7 +35,7 @@ def matmul(x: Float[Array, "... n_in"], w: Weight) -> Float[Array, "... n_out"]:
     Args:
         x: Activations [..., in] of a floating-point dtype.
         w: A single weight matrix [in, out]: an array, which is cast to the dtype of `x`, or a
-            `Leaf`. A quantized one is not differentiable, also with respect to `x`.
+            `Leaf`. A quantized leaf is not differentiable, not even with respect to `x`.
 
     Returns:
         `x @ w` [..., out], complete on every device of the mesh axis `tensor`. It has the dtype of
@@ -60,13 +60,14 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
     Args:
         x: The lazy activation [b, s, n_in], of a floating-point dtype.
         w: A single matrix [n_in, n_out]: an array, or a leaf of the parameter tree. A leaf in FP8,
-            INT8 or NVFP4 reads `x` as codes and scales alone; for all other weights, `x` and the
-            result are written to memory.
+            INT8 or NVFP4 reads only codes and scales of `x`. For all other weights (also a
+            `Corrected` leaf, whose remainder is in such a format), `x` and the result are written
+            to memory.
 
     Returns:
         The lazy result [b, s, n_out] in the dtype of `x` (a `HalfPrecisionWeight` gives its own
         dtype), complete on every device of the mesh axis `tensor`. It is marked as exact unless the
-        weight has read `x` as codes and scales.
+        weight is in FP8, INT8 or NVFP4.
 
     Raises:
         ValueError: If `w` is an array and `x` is not of a floating-point dtype.
@@ -77,13 +78,14 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
 
 
 def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "rows n_out"]:
-    """Computes `x @ w`. Unlike those of `matmul`, its outputs may stay sharded over the mesh axis
-    `tensor`, and are not named for gradient checkpointing.
+    """Computes `x @ w`. Unlike `matmul`, it may leave the outputs sharded over the mesh axis
+    `tensor`, and does not name them for gradient checkpointing.
 
     Args:
         x: Inputs [rows, n_in] of a floating-point dtype, which is not checked.
         w: A single matrix [n_in, n_out]: an array, which is cast to the dtype of `x`, or a leaf of
-            the parameter tree. A quantized one is not differentiable, also with respect to `x`.
+            the parameter tree. A quantized leaf is not differentiable, not even with respect to
+            `x`.
 
     Returns:
         The result [rows, n_out] in the dtype of `x`; for a `HalfPrecisionWeight` in the dtype of

@@ -89,8 +89,8 @@ class NVFP4Tensor(QuantizedWithInput):
         scales of the rows and of the matrix are applied by the kernel that reads the lazy result.
 
         Args:
-            x: The input [b, s, n_in]. The leaf must hold a single matrix. A wrong width that is the
-                same when padded to a multiple of 64 is not noticed.
+            x: The input [b, s, n_in]. The leaf must hold a single matrix. A wrong width is not
+                detected if it becomes the same multiple of 64 when padded.
 
         Returns:
             A lazy activation [b, s, n_out] in the dtype of `x`, complete on every device of the
@@ -187,8 +187,8 @@ def scale_blocks(
             NaN, block scales and finite values become zero, and an infinity becomes NaN.
 
     Returns:
-        Float32 values [..., k], clipped to magnitudes up to 6, which a cast to E2M1 turns into
-        codes; and the block scales [..., k / 16], float8_e4m3fn. A NaN stays NaN, but not in a
+        The float32 values [..., k], clipped to magnitudes up to 6, and the block scales [..., k /
+        16], float8_e4m3fn. Casting the values to E2M1 gives the codes. NaN stays NaN, but not in a
         Triton kernel.
     """
     blocks = x.reshape(*x.shape[:-1], -1, BLOCK)
@@ -247,8 +247,8 @@ def block_scaled_dot(
 
     It accumulates in float32. On Blackwell GPUs it is cuDNN's block-scaled matmul; on other devices
     XLA multiplies the codes by their scales first. In CUDA programs under sequence parallelism,
-    each device multiplies its own rows (`_on_own_rows`). The float32 scales of NVFP4 (per tensor or
-    row) are not part of it: callers apply them to the result.
+    each device multiplies its own rows (`_on_own_rows`). Callers apply the float32 scales of NVFP4
+    (per tensor or row) to the result.
 
     Args:
         x: Codes of the activations [rows, k], float4_e2m1fn. For CUDA, k is a multiple of 64.
@@ -277,9 +277,11 @@ def _on_own_rows(
     dot: Callable[..., Array], x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
     """Calls a matmul on each device with its own rows and all outputs, under sequence parallelism,
-    where XLA cannot partition the call. The rows, already those of one device along `sequence`, are
-    split over all other mesh axes but `tensor`; if their number is not a multiple of the shards,
-    every device multiplies all of them.
+    where XLA cannot partition the call.
+
+    `x` already holds the rows of one device along `sequence`. They are split over all other mesh
+    axes but `tensor`. If their number is not a multiple of the number of shards, every device
+    multiplies all of them.
 
     Args:
         dot: The matmul, a function (x, x_scales, w, w_scales) -> [rows, n_out].
@@ -327,11 +329,11 @@ def _xla_scaled_dot(
 def _cudnn_scaled_dot(
     dtype: DTypeLike, x: Array, x_scales: Array, w: Array, w_scales: Array
 ) -> Array:
-    """Computes the block-scaled matmul `(x * x_scales) @ (w * w_scales).T` by cuDNN, which XLA
-    emulates on GPUs older than Blackwell.
+    """Computes the block-scaled matmul `(x * x_scales) @ (w * w_scales).T` by cuDNN. On GPUs older
+    than Blackwell, XLA emulates it.
 
     Rows and outputs are padded with zeros to multiples of 128 for cuDNN, and the padding is cut
-    from the result. XLA would pad, too, but copy the whole result.
+    from the result. XLA would pad them, too, but would also copy the whole result.
 
     Args:
         dtype: The dtype of the result.

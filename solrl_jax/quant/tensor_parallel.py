@@ -101,11 +101,11 @@ def column_parallel_matmul(
 def _sharded_matmul(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_in n_out"]
 ) -> Float[Array, "rows n_out"]:
-    """Computes `x @ w`, of which each device of the mesh axis `tensor` computes some columns.
+    """Computes `x @ w`. Each device along the mesh axis `tensor` computes some of the columns.
 
     The gradient of `x` is computed in shards of its columns, for which each device receives whole
-    rows of `w`; the shards are then gathered. Columns whose number the mesh axis does not divide
-    are all computed by every device.
+    rows of `w`; the shards are then gathered. If the number of columns is not a multiple of the
+    mesh axis, every device computes all of them.
 
     Args:
         x: Inputs [rows, n_in].

@@ -112,7 +112,7 @@ def aesthetic_scores(
     params: dict[str, Any],
     rows: tuple[Float[Array, "b H W 3"], Array],
 ) -> Scores:
-    """Rates images. It does not compile itself: it is for use under jit.
+    """Rates images. For use under jit.
 
     Args:
         encoder: The `ImageEncoder` as a `Component`: the structure of a network, without

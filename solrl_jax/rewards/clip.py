@@ -1,6 +1,6 @@
-"""Rewards that are the cosine between an image and its prompt in a CLIP (arXiv 2103.00020).
+"""CLIP rewards: the cosine between the CLIP embeddings of an image and its prompt.
 
-Each is on its published scale.
+CLIP is arXiv 2103.00020. Each score is on its published scale.
 """
 
 from collections.abc import Callable, Mapping
@@ -188,9 +188,9 @@ def _clip_reward(
 ) -> NetworkReward:
     """Opens a CLIP in the layout of transformers as a reward.
 
-    The score is the cosine of image and prompt times `exp(logit_scale) / divisor`, where
-    `logit_scale` is a parameter of the CLIP. Prompts are padded or cut to
-    `max_position_embeddings` tokens of the text tower.
+    The score is the cosine of the embeddings of image and prompt times
+    `exp(logit_scale) / divisor`, where `logit_scale` is a parameter of the CLIP. Prompts are padded
+    or cut to as many tokens as the text tower has positions (`max_position_embeddings`).
 
     Args:
         folder: The folder of the network, with its safetensors files. In the package's directory of
@@ -225,9 +225,7 @@ def cosine_scores(
     params: Any,
     rows: tuple[Float[Array, "b H W 3"], dict[str, Array]],
 ) -> Scores:
-    """Computes the cosine between the CLIP embeddings of images and prompts.
-
-    It does not compile itself: it is for use under jit.
+    """Computes the cosine between the CLIP embeddings of images and prompts. For use under jit.
 
     Args:
         network: The CLIP (`models.vision.clip.CLIPModel`) as a `Component`: its structure, without

@@ -1,6 +1,5 @@
-"""Object detectors for the `geneval` reward.
-
-They are the verifier of the embedded world, or a function of a user.
+"""Object detectors for the `geneval` reward: the verifier of the embedded world, or a function of a
+user.
 """
 
 import dataclasses
@@ -107,9 +106,9 @@ def detect_shapes(images: Float[np.ndarray, "n H W 3"]) -> list[list[Detection]]
     """Detects the colored shapes of the embedded world (synthetic images of circles, squares, ...).
 
     Each shape yields two detections with the same box: one by shape, e.g. "circle", then one by
-    size and shape, e.g. "small circle". The confidence is always 1. Connected regions of one color
-    that have fewer than 8 pixels of an image scaled to 32 x 32 (`verifier.MIN_AREA`), or no clear
-    shape, are left out.
+    size and shape, e.g. "small circle". The confidence is always 1. Two kinds of connected regions
+    of one color are left out: those of fewer than 8 pixels in an image scaled to 32 x 32
+    (`verifier.MIN_AREA`), and those without a clear shape.
 
     Args:
         images: Square images [n, H, H, 3] of any size, with finite values in [0, 1], which are not

@@ -1,8 +1,8 @@
 """Rewards outside JAX on several hosts: each host scores the images of its own devices.
 
-Then all hosts share all scores. Rewards that compare images need all images of a group: each host
-gets the images of all, and scores every n-th group, with n hosts. Rewards of clips get whole clips,
-and the others some frames of each as images.
+Afterwards every host gets all scores. Rewards that compare images need all images of a group. With
+n hosts, each then gets the images of all hosts, and scores every n-th group. Rewards of clips get
+whole clips. All other rewards get some frames of each clip as images.
 """
 
 import collections
@@ -117,11 +117,11 @@ class DividedScoring:
               1. The scores: float32 arrays with one value per image of the series, in order, by
                  "REWARD" and, for further scores of a reward, "REWARD/OTHER"; NaN for images
                  without a score.
-              2. By the name of the reward, the number of images, of all hosts, that have no score
-                 because a call failed; 0 for one without failures.
+              2. By the name of the reward, the number of images without a score because of a failed
+                 call; 0 for a reward without failures.
               3. The counters of all calls, as "REWARD/COUNTER", e.g. {"judge/requests": 24.0}, and
-                 the seconds that each host waited, as "REWARD/seconds_waited"
-                 (`HostScoring.usage`); all are sums over the hosts.
+                 the seconds that hosts waited, as "REWARD/seconds_waited" (`HostScoring.usage`).
+            The second and the third are sums over the hosts.
 
         Raises:
             RewardError: On every host, if on any host a call failed and `HostRewards.skip` is
@@ -169,20 +169,19 @@ class SampleScoring:
     Rewards of clips get whole clips. The others get some frames of each clip as images, and the
     score of the clip is the mean over them. `sample_scoring` makes it.
 
-    For every chunk of samples, in order, the result of `select` (one array per kind of rewards, on
-    the devices) is passed to `add`; then `finish` is called once. Every host makes the same calls,
-    and gets three dicts: the scores, float32 [samples] by "REWARD" and "REWARD/OTHER"; by reward,
-    the number of images without a score because a call failed; and what the calls counted, by
-    "REWARD/COUNTER", with the seconds that hosts waited for them. A failure that is not skipped is
-    a RewardError.
+    For every chunk of samples, in order, the caller passes the result of `select` to `add`. It then
+    calls `finish` once, which returns the scores, the numbers of failures and the usage counters.
+    Every host must make the same calls. They raise RewardError if a reward fails and its failures
+    are not skipped.
     """
 
     def __init__(self, parts: list[tuple[DividedScoring, int | None]]) -> None:
         """Keeps the parts.
 
         Args:
-            parts: One pair per kind of rewards: their scoring, and the number of frames of each
-                sample that it gets as images, 1 for samples that are images; None: whole clips.
+            parts: One pair per kind of rewards (of images, of whole clips): their scoring, and the
+                number of frames of each sample that they get as images. The number is 1 if the
+                samples are images, and None for rewards of whole clips.
         """
         self._parts = parts
 
@@ -194,9 +193,10 @@ class SampleScoring:
                 [0, 1], on the ambient mesh.
 
         Returns:
-            The argument of `add`, a list with one array per kind of rewards that there is. First,
-            for rewards of images: frames [chunk * frames, H, W, 3], or `samples` itself if they are
-            images. Then, for rewards of clips: `samples` itself.
+            The argument of `add`, a list with one array per kind of rewards. For rewards of images,
+            it is the frames [chunk * frames, H, W, 3], those of the first sample first, or
+            `samples` itself if they are images. For rewards of clips, it is `samples` itself. With
+            both kinds, the array for rewards of images comes first.
         """
         return [
             samples
@@ -221,9 +221,9 @@ class SampleScoring:
         """Waits for the scores of all hosts. Every host must call it, once.
 
         Returns:
-            A tuple of three dicts, as those of `DividedScoring.finish`, with one score per sample;
-            NaN if one of its frames has no score. The second counts frames, not samples, for
-            rewards that get frames of clips.
+            A tuple of three dicts, as those of `DividedScoring.finish`, with one score per sample.
+            The score is NaN if one of the sample's frames has no score. For rewards that get frames
+            of clips, the second dict counts frames, not samples.
 
         Raises:
             RewardError: As `DividedScoring.finish` does.
@@ -255,8 +255,9 @@ def sample_scoring(
             a reward compares samples, those of one prompt must be adjacent.
         chunk: The number of samples per call of `SampleScoring.add`, a multiple of the parts that
             `placement` divides rows into. The last chunk is padded to it by the caller.
-        frames: The number of frames of a sample that rewards of images get, at most those that it
-            has; 1 for images, and if a reward of images compares samples (not checked here).
+        frames: The number of frames of each sample that rewards of images get, at most the number
+            that a sample has. It must be 1 for images, and if a reward of images compares samples
+            (not checked here).
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
 
     Yields:

@@ -13,11 +13,11 @@ from solrl_jax.parallel import sharding
 
 
 def sample_frames(clips: Float[Array, "b T H W 3"], count: int) -> Float[Array, "frames H W 3"]:
-    """Returns the frames of clips that are scored. For use under jit.
+    """Samples equally spaced frames of clips, to be scored as images. For use under jit.
 
     Args:
         clips: The clips.
-        count: The number of frames of each clip, 1 to T. 1: the first frame. More are equally
+        count: The number of frames of each clip, 1 to T. 1: the first frame. More: frames equally
             spaced from the first to the last, with indices rounded to integers.
 
     Returns:
@@ -52,8 +52,7 @@ def repeat_rows(tree: Any, count: int) -> Any:
         count: The number of frames of each sample. 1 returns `tree` itself.
 
     Returns:
-        The tree, of JAX arrays, with `count` copies of each row, which follow each other, those of
-        the first sample first.
+        A tree of JAX arrays with `count` adjacent copies of each row, in the order of the samples.
     """
     return tree if count == 1 else jax.tree.map(lambda x: jnp.repeat(x, count, axis=0), tree)
 

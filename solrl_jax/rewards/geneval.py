@@ -40,8 +40,8 @@ class Clause:
 
     Attributes:
         name: The class of the objects, e.g. "dog".
-        count: The number of objects, at least 1: in `Request.include` exactly as many are asked
-            for, in `Request.exclude` fewer.
+        count: A number of objects, at least 1. In `Request.include`, the image must show exactly
+            this many; in `Request.exclude`, fewer.
         color: Their color, e.g. "brown", or None for any.
         position: A relation ("left of", "right of", "above" or "below") and the index, from 0 in
             `Request.include`, of the earlier clause whose objects it refers to. None: any position.
@@ -61,8 +61,8 @@ class Request:
         tag: GenEval's name of the task, e.g. "position". Only "counting" matters: `geneval` then
             takes another threshold of confidence.
         include: The objects that must be there, at least one clause.
-        exclude: The objects of which the image must show fewer than the count of the clause,
-            without color and position. It may be empty.
+        exclude: Clauses without color and position. The image must show fewer objects of the class
+            than the count of the clause. It may be empty.
     """
 
     tag: str
@@ -102,9 +102,9 @@ def geneval(
             "counting", in place of `threshold`.
 
     Returns:
-        "reward", the partial score: the mean closeness of numbers, colors and positions to the
-        request (`score_request` lists its terms), at most 1 and possibly negative. "strict": 1 if
-        everything is exactly as requested and else 0. Both are float32 arrays [n].
+        A dict of two float32 arrays [n]. "reward", the partial score: the mean closeness of
+        numbers, colors and positions to the request (`score_request` lists its terms), at most 1
+        and possibly negative. "strict": 1 if everything is exactly as requested, else 0.
 
     Raises:
         ValueError: If the numbers of images, prompts and metadata differ or images are not RGB; if
@@ -185,15 +185,14 @@ def score_request(objects: Objects, request: Request) -> tuple[float, bool]:
     number of detected objects of its class:
 
       1. Number: 1 - |n - count| / count, which is below 0 for more than twice the count.
-      2. If n is not the count, but the clause has a color or a position: one 0 in place of the
+      2. If n is not the count, and the clause has a color or a position: one 0 in place of the
          terms 3 and 4.
       3. Color, if the clause has one and n is the count: 1 - |m - count| / count, where m is the
          number of objects of the class in this color.
-      4. Position, if the clause has one and both n and m (if it has a color) are the count: 1 if
-         the relation holds between every object of the clause and every object of the clause it
-         refers to; 0 if that other clause was not met itself, in number, color or position;
-         otherwise (some pair lacks the relation) two terms, 0 and 1, as in Flow-GRPO's code. With a
-         wrong m the position adds no term.
+      4. Position, if the clause has one and both n and m (if it has a color) are the count. It
+         refers to an earlier clause. If that clause was not met, in number, color or position: 0.
+         If every object of this clause has the relation to every object of that one: 1. Otherwise:
+         two terms, 0 and 1, as in Flow-GRPO's code. With a wrong m, the position adds no term.
 
     `request.exclude` only affects the strict verdict.
 
@@ -240,10 +239,10 @@ def score_request(objects: Objects, request: Request) -> tuple[float, bool]:
 def relations(a: Detection, b: Detection) -> set[str]:
     """Returns the relations that `a` has to `b`, by GenEval's rule.
 
-    The offset between the centers of the boxes is first reduced along each axis by 0.1
-    (`MIN_OFFSET`) times the sum of both boxes' sizes along it, to 0 at the least. A relation holds
-    if the reduced offset along its axis is more than half (`MIN_AXIS_FRACTION`) of the distance
-    between the centers, which is not reduced.
+    The offset between the centers of the boxes is first reduced along each axis, to 0 at the least,
+    by 0.1 (`MIN_OFFSET`) times the sum of both boxes' sizes along it. A relation holds if the
+    reduced offset along its axis is more than half (`MIN_AXIS_FRACTION`) of the distance between
+    the centers, which is the length of the original offset.
 
     Args:
         a: The object whose position is described.

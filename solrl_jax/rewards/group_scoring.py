@@ -15,14 +15,14 @@ from solrl_jax.rewards.protocol import Reward, score_images
 class GroupScoring:
     """Scores a series of images with a groupwise reward inside JAX, one group at a time.
 
-    A group is the candidates of one prompt, or a part of them if they are more than
-    `Reward.group_size`. `GroupScoring(reward, prepared, prompts, mesh)` gets the loaded reward, the
-    arrays that its `prepare` returned, for each image of the whole series the row of its prompt in
-    these arrays, and the mesh, so the groups are known; `add` passes images on and scores each
-    group once all of its images are there; `finish` returns the scores. A group is replicated on
-    all devices, so its size need not be a multiple of their number. With several processes, all
-    must make the same calls with the same arguments. The scoring is compiled once per size of a
-    group.
+    A group is the candidates of one prompt, or a part of them if there are more than
+    `Reward.group_size`. The constructor gets the prompt of every image of the series, which
+    determines the groups. `add` passes images on, and scores each group once all of its images are
+    there. `finish` returns the scores.
+
+    A group is replicated on all devices, so its size need not be a multiple of their number. With
+    several processes, all must make the same calls with the same arguments. The scoring is compiled
+    once per group size.
     """
 
     def __init__(self, reward: Reward, prepared: Any, prompts: Sequence[int], mesh: Mesh) -> None:
@@ -56,12 +56,12 @@ class GroupScoring:
         processes must call it with the same arguments.
 
         Args:
-            images: The images as a NumPy array [b, H, W, 3] in [0, 1], or clips [b, T, H, W, 3], of
-                which a reward of images gets `Reward.frames` frames (the score is the mean over
-                them); None if the reward scores latents alone.
-            latents: Their latents, a NumPy array [b, h, w, c], of clips [b, t, h, w, c], which are
-                scored with each frame if a reward reads both. Rows beyond the last prompt are
-                padding, which is not scored.
+            images: The images as a NumPy array [b, H, W, 3] in [0, 1], or clips [b, T, H, W, 3]. A
+                reward of images gets `Reward.frames` frames of each clip, and the score of the clip
+                is the mean over them. None if the reward scores latents alone.
+            latents: The latents of the images, a NumPy array [b, h, w, c], or of the clips,
+                [b, t, h, w, c]. A reward that reads both gets the latents of the whole clip with
+                each frame. Rows beyond the last prompt are padding, which is not scored.
 
         Raises:
             InputError: If the code of a reward in the weighted sum raises, or returns no scores of
@@ -84,8 +84,8 @@ class GroupScoring:
             NumPy arrays [images], the same in every process, with the names and dtypes that the
             reward's `score` returns. For a weighted sum these are the name of each groupwise
             reward, "NAME/OTHER" for its other scores and, if any score has a weight, "reward" for
-            the sum. The arrays are shorter if the last group is incomplete. {} if no group was
-            scored.
+            the sum. Images of an incomplete last group have no score, and the arrays are shorter by
+            their number. {} if no group was scored.
         """
         return {name: np.concatenate(parts) for name, parts in self._scores.items()}
 

@@ -61,7 +61,7 @@ def ordered_pairs(count: int) -> Int[np.ndarray, "pairs 2"]:
 
 
 def win_rates(preferences: Float[np.ndarray, "n n"]) -> Float[np.ndarray, " n"]:
-    """Returns how often each image is preferred to the others of its group.
+    """Returns the win rate of each image: how often it is preferred to the others of its group.
 
         w[i, j] = (p[i, j] + 1 - p[j, i]) / 2
         score[i] = mean of w[i, j] over j != i
@@ -74,8 +74,9 @@ def win_rates(preferences: Float[np.ndarray, "n n"]) -> Float[np.ndarray, " n"]:
             The diagonal is not read.
 
     Returns:
-        The scores in [0, 1], float32. A pair that lacks an order is left out of the means. The only
-        image of a group scores 0.5 (`ALONE`), and one whose pairs were all left out NaN.
+        The scores in [0, 1], float32. A pair is left out of the means unless its preferences in
+        both orders are finite. The only image of a group scores 0.5 (`ALONE`). An image whose pairs
+        were all left out scores NaN.
     """
     count = len(preferences)
     if count == 1:

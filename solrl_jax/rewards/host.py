@@ -1,7 +1,9 @@
 """Runs rewards outside JAX in worker processes, while the devices generate the next images.
 
-Images are passed on one chunk at a time. A function that raises, hangs or ends its process costs
-one line in the terminal, and the next call runs in a new process.
+Images are passed on one chunk at a time. A call that raises, hangs or ends its process fails. It
+stops the run or, if failures are skipped (`HostRewards.skip`), its images have no score, and the
+terminal gets one line per reward and series of images. A process that ended is replaced for the
+next call.
 """
 
 import atexit
@@ -95,8 +97,8 @@ class CallResult:
             has no scores.
         problem: Why the call failed, or why it has no score for some images, in one line. None
             after a call that succeeded.
-        usage: What the function counted with `rewards.usage.add_count`: sums by the name of the
-            counter, e.g. {"requests": 3.0}. Empty if nothing was counted.
+        usage: The usage counters that the function increased (`rewards.usage.add_count`): sums by
+            the name of the counter, e.g. {"requests": 3.0}. Empty if nothing was counted.
     """
 
     answer: Scores | None
@@ -145,10 +147,11 @@ class Workers:
 
         Returns:
             A function without arguments that waits for the call and returns its `CallResult`. It
-            does not raise: a call that raised, returned no scores, exceeded the timeout or the
-            memory of a process (an equal part of the host's), or lost its process has a `problem`
-            and no `answer`. A call that raised a `ScoringFailure` with some scores has both. If the
-            whole pool broke or was closed, the call is repeated once, in new processes.
+            does not raise. The result has a `problem` and no `answer` if the call raised, returned
+            no scores, exceeded the timeout or the memory limit of a process (the host's physical
+            memory divided by `count` + 1), or lost its process. It has both if the call raised a
+            `ScoringFailure` with some scores. If the whole pool broke or was closed, the call is
+            repeated once, in new processes.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
@@ -271,14 +274,14 @@ def shared_workers(count: int, timeout: float) -> Workers:
 
 
 class HostScoring:
-    """Scores a series of images with the rewards outside JAX, while the caller makes more images.
+    """Scores a series of images with the rewards outside JAX, while the caller generates more.
 
     `add` passes images on in order, one chunk at a time, and `finish`, called once after the last
     image, returns all scores. The prompts of the whole series are given at the start. Each reward
     scores every image.
 
-    Use `open_scoring`, which yields one: if the caller raises, it drops the running calls and ends
-    the worker processes.
+    Use `open_scoring` to create one. If the caller raises, it drops the running calls and ends the
+    worker processes.
 
     Attributes:
         failed: By the name of every reward, the number of images without a score in its failed
@@ -297,8 +300,8 @@ class HostScoring:
         """Starts no call yet. The arrays of all scores whose names are known exist and hold NaN.
 
         Args:
-            host: The rewards outside JAX, all of images or all of clips, and the number, timeout
-                and treatment of failures of their processes.
+            host: The rewards outside JAX, all of images or all of clips, and the settings of their
+                worker processes.
             prompts: The prompt of each image, in order.
             groups: The ranges of the images that are compared with each other, which follow each
                 other from 0 and cover all images. None: the images of a prompt that directly follow
@@ -414,11 +417,11 @@ class HostScoring:
     def _gather(self, calls: list[tuple[HostReward, slice, Wait]]) -> None:
         """Waits for calls, and stores their scores.
 
-        A call whose answer lacks a score of `HostReward.others` counts as failed, and none of its
-        scores is stored. Scores beyond `others` are stored too. A call that returned scores and a
-        problem (a partial failure) has its scores stored and counts as failed. A failed call
-        without any score also adds 1 to the reward's count in `HostRewards.failures_in_a_row`,
-        which outlives this object; every other call resets it to 0.
+        Scores beyond `HostReward.others` are stored too. A successful call whose answer lacks a
+        score of `others` counts as failed, and none of its scores is stored. A partial failure (a
+        call with both scores and a problem) counts as failed, but its scores are stored, even if
+        one of `others` is missing. Also updates `HostRewards.failures_in_a_row`, which outlives
+        this object: a failed call without any score adds 1, and every other call resets it to 0.
 
         Args:
             calls: For each call: the reward, the range of its images among all, and the function
@@ -447,12 +450,12 @@ class HostScoring:
                 self._host.failures_in_a_row[reward.name] = 0
 
     def _count(self, name: str, counts: Mapping[str, float], seconds: float) -> None:
-        """Adds what a call cost to `usage`.
+        """Adds the counters of a call to `usage`.
 
         Args:
             name: The name of the reward.
-            counts: The sums of the call's counters by name, e.g. {"requests": 3.0}. Without any,
-                nothing is added.
+            counts: The sums of the call's counters by name, e.g. {"requests": 3.0}. If empty,
+                nothing is added, `seconds` included.
             seconds: How long the run waited for the call, which is added as "seconds_waited". The
                 call itself may have taken longer, because it ran beside the generation.
         """
@@ -515,12 +518,13 @@ def open_scoring(
 ) -> Iterator[HostScoring]:
     """A context manager that yields a `HostScoring` for one series of images.
 
-    If the body raises, the worker processes, which all series with the same number and timeout
-    share, end and their calls are dropped. Otherwise they stay for the next series.
+    All series with the same number of worker processes and the same timeout share the processes. If
+    the body raises, the processes end, and their calls are dropped. Otherwise they stay for the
+    next series.
 
     Args:
-        host: The rewards outside JAX, all of images or all of clips, and the number, timeout and
-            treatment of failures of their worker processes.
+        host: The rewards outside JAX, all of images or all of clips, and the settings of their
+            worker processes.
         prompts: The prompt of each image, in order.
         groups: For rewards that compare images: the ranges of the images that are compared with
             each other, which follow each other from 0. None: neighboring images of the same prompt,
@@ -544,10 +548,9 @@ def score_gray_images(host: HostRewards, prompts: Sequence[Prompt], size: Sequen
     standard error.
 
     Args:
-        host: The rewards outside JAX, and the number, timeout and treatment of failures of their
-            worker processes.
+        host: The rewards outside JAX, and the settings of their worker processes.
         prompts: The prompts. Each gets one gray image or clip (all values 0.5), or two if any
-            reward compares images. All of them are held in memory at once.
+            reward compares images. All images are in memory at once.
         size: (height, width) of the images in pixels, or (height, width, number of frames) of
             clips, which rewards of whole clips need. The other rewards get single images.
 
@@ -663,12 +666,12 @@ def _call(
             group, and this is the most pairs in one call of the function.
 
     Returns:
-        A `CallResult` with `answer`: float32 arrays [n] by name, with NaN for images that have a
-        non-finite value (the function gets them too, unless it compares pairs), or None without
-        scores; `problem`: why there are none, in one line, or None: the import or the function
-        raised, memory ran out, or the returned value is neither n numbers nor a mapping of names to
-        n numbers with "reward"; and `usage`: what the function counted. If the function raised a
-        `ScoringFailure` with the scores of some images, `answer` and `problem` are both set.
+        A `CallResult`. Its `answer` has float32 arrays [n] by name, with NaN for images that have a
+        non-finite value (the function gets them too, unless it compares pairs). `answer` is None,
+        and `problem` says why in one line, if the import or the function raised, memory ran out, or
+        the returned value is neither n numbers nor a mapping of names to n numbers with "reward".
+        If the function raised a `ScoringFailure` with the scores of some images, `answer` and
+        `problem` are both set. `usage` has the function's counters in all cases.
 
     Raises:
         ScoringFailure: If the function raised a `ScoringFailure` whose `scores` have the wrong
@@ -726,11 +729,11 @@ def _compare_pairs(
         values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
-        ScoringFailure: If the function raised one; with the message of the first. Its scores are
-            {"reward": the win rates} if the known preferences give any image one, else None. The
-            comparison goes on after a ScoringFailure with some preferences, and ends at one without
-            any. Also if the function returned no numbers or one outside of [0, 1]; then without
-            scores.
+        ScoringFailure: In two cases. First, if the function raised one. The comparison goes on
+            after a ScoringFailure with some preferences, and ends at one without any. The raised
+            error has the message of the first one. Its scores are {"reward": the win rates} if the
+            known preferences give any image a win rate, else None. Second, if the function returned
+            no numbers, or one outside of [0, 1]. This error has no scores.
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))
@@ -773,7 +776,7 @@ def _compare_pairs(
 def seconds_left() -> float:
     """Returns the seconds until this process is ended by the timeout of the running call.
 
-    In a worker process this is what is left of `reward.timeout`. It is 120 (`DEFAULT_SECONDS`) in a
+    In a worker process this is the rest of `reward.timeout`. It is 120 (`DEFAULT_SECONDS`) in a
     process without a running timer, such as one that calls a reward's function directly.
     """
     return signal.getitimer(signal.ITIMER_REAL)[0] or DEFAULT_SECONDS

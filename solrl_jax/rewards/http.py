@@ -42,8 +42,8 @@ def http(
     """Asks a service for scores, in one POST request. Runs in a worker process.
 
     The body is {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}. If
-    the service does not answer, or answers with the status 429, 502, 503 or 504, the request is
-    repeated with growing pauses (see `session`). Redirects are not followed.
+    the service does not answer, or answers that it is busy (see `session` for the status codes),
+    the request is repeated with growing pauses. Redirects are not followed.
 
     Args:
         images: The images [n, H, W, 3] in [0, 1]. They are sent as PNG files of 8 bits: other
@@ -52,8 +52,9 @@ def http(
         metadata: The metadata of each prompt, as values of JSON.
         url: The address of the service, http://HOST:PORT/PATH or https://HOST:PORT/PATH.
         timeout: Seconds that one attempt may take to connect, and to wait for the next data. It is
-            `reward.timeout`, after which the worker process is killed anyway. It also bounds the
-            number of attempts: the growing pauses between them together last at most half of it.
+            `reward.timeout`, after which the worker process is killed in any case. It also bounds
+            the number of attempts, because the growing pauses between them last at most half of it
+            in all.
 
     Returns:
         The scores of the answer, float64, with NaN for null. Their number is not compared with that
@@ -118,10 +119,10 @@ def encode_png(image: Float[np.ndarray, "H W 3"]) -> str:
 def session(timeout: float) -> requests.Session:
     """Returns an HTTP session that keeps connections open and repeats failed requests.
 
-    It is created once per process and timeout. A request is repeated after 0, 1, 2, 4, ... seconds,
-    or after the time in the Retry-After header (which `timeout` does not limit), if it gets no
-    answer or one with the status 429, 502, 503 or 504 (`RETRIED`). After the last attempt, such an
-    answer is returned.
+    The session is created once per process and timeout. A request is repeated if it gets no answer,
+    an answer with the status 429, 502, 503 or 504 (`RETRIED`), or one with the status 413 and a
+    Retry-After header. The pauses are 0, 1, 2, 4, ... seconds, or the time in the Retry-After
+    header, which `timeout` does not limit. After the last attempt, such an answer is returned.
 
     Args:
         timeout: Seconds, `reward.timeout`. It decides the number of attempts: the pauses 0, 1, 2,

@@ -77,8 +77,8 @@ def image_reward_scores(
         preprocess: Converts images to normalized pixels of the size that the network reads.
         params: {"blip": the parameters of the network, a nested dict of arrays}.
         rows: A tuple: the images [b, H, W, 3] in [0, 1], and a dict with the tokens of the prompt
-            of each image: "ids", int32 [b, length], and "mask", bool [b, length], true for tokens
-            that are no padding.
+            of each image: "ids", int32 [b, length], and "mask", bool [b, length], false for
+            padding.
 
     Returns:
         {"reward": the standardized scores, float32 [b]}.

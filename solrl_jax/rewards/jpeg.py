@@ -34,7 +34,7 @@ def jpeg_incompressibility(
         The sizes in kB, float32 [n].
 
     Raises:
-        ValueError: If the images are not RGB, or the numbers of arguments differ.
+        ValueError: If the images are not RGB, or the arguments differ in length.
     """
     check_arguments("jpeg_incompressibility", images, prompts, metadata)
     return np.array([_jpeg_size(image) for image in images], np.float32)
@@ -43,7 +43,7 @@ def jpeg_incompressibility(
 def jpeg_compressibility(
     images: Images, prompts: Sequence[str], metadata: Sequence[Metadata]
 ) -> Float[np.ndarray, " n"]:
-    """Returns minus the size of each image in kB. The plainest image scores highest.
+    """Returns the negative size of each image in kB. The plainest image scores highest.
 
     The size is that of a JPEG file of quality 95 in units of 1000 bytes. Flow-GRPO also divides it
     by 500. Here the weight of the reward can do this.
@@ -58,7 +58,7 @@ def jpeg_compressibility(
         The negative sizes in kB, float32 [n].
 
     Raises:
-        ValueError: If the images are not RGB, or the numbers of arguments differ.
+        ValueError: If the images are not RGB, or the arguments differ in length.
     """
     check_arguments("jpeg_compressibility", images, prompts, metadata)
     return -jpeg_incompressibility(images, prompts, metadata)

@@ -27,37 +27,46 @@ def mixture(
     group: Reward | None = None,
     frames: int = 1,
 ) -> Reward:
-    """Makes one reward of several: its "reward" is the weighted sum of their scores.
+    """Combines rewards into one, whose "reward" is the weighted sum of their scores.
 
     Its `score` also returns every score of the parts: the reward of a part under the name of the
-    part, another score as "part/score". The scores of a part are NaN for samples of which it has
-    read a non-finite value, and so is the sum if one of these scores has a weight. Rewards outside
-    JAX and groupwise rewards cannot be computed in the same program: they are only kept in the
-    fields `host` and `group` of the result, and the caller scores them and adds them with
-    `add_total`.
+    part, another score as "part/score". If a part reads a non-finite value of a sample, its scores
+    of this sample are NaN, and so is the sum if any of these scores has a weight.
+
+    Rewards outside JAX and groupwise rewards cannot be computed in the same program. They are only
+    stored in the fields `host` and `group` of the result. The caller scores them, and adds their
+    scores with `add_total`.
 
     Args:
         weights: The weights of the scores of `parts`, by name ("part" or "part/score"). Scores
             without a weight are only recorded. If it is empty, there is no "reward" among the
             returned scores. With a weight of a score that no part returns, the result's `score`
             raises KeyError.
-        parts: Rewards inside JAX by name, none of which is groupwise; or, for a sum that becomes a
-            `group`, all of which are. (The caller then sets the fields `groupwise` and `group_size`
-            of the result.) May be empty if there is a `host` or `group`; the result's `score` is
-            None then.
+        parts: Rewards inside JAX by name. Either none is groupwise, or all are, for a sum that
+            becomes a `group`. (The caller then sets the fields `groupwise` and `group_size` of the
+            result.) May be empty if there is a `host` or `group`; the result's `score` is then
+            None.
         host: Rewards outside JAX with their own weights, or None.
         group: The `mixture` of groupwise rewards inside JAX, with its own weights, or None.
-        frames: The number of frames of a clip that parts which score images get, each as an image;
-            the score of the clip is the mean over them.
+        frames: The number of frames of each clip that parts get if they score images. The score of
+            the clip is the mean over these frames. The field `frames` of the parts has no effect.
 
     Returns:
-        A reward. Its `params` are a dict by the name of the part. Its `prepare` returns such a dict
-        too, with an entry for each part of `group` beside them. Its `inputs` are those of the parts
-        if they agree, "both" if they differ, and "images" without parts. Its `frames` is the
-        argument, `is_sum` is set, and `clips` if any part gets whole clips; `others` is empty, and
-        `differentiable` false. Its `check` also calls the checks of `host` and `group`. Its
-        `check`, `prepare` and `score` raise InputError with the name of the part if that of a part
-        raises or returns arrays of a wrong form.
+        A reward with these fields:
+
+          - `params`: a dict by the name of the part.
+          - `prepare`: returns such a dict too, with further entries for the parts of `group`.
+          - `inputs`: those of the parts if they agree, "both" if they differ, and "images" without
+            parts.
+          - `check`: calls the checks of the parts, of `host` and of `group`.
+          - `frames`: the argument.
+          - `is_sum`: true.
+          - `clips`: whether any part gets whole clips.
+          - `others`: empty.
+          - `differentiable`: false.
+
+        Its `check`, `prepare` and `score` raise InputError with the name of the part if the
+        function of a part raises, or returns arrays of a wrong form.
 
     Raises:
         ValueError: If there are no parts, no `host` and no `group`.

@@ -18,10 +18,10 @@ def motion(paths: Mapping[str, str]) -> Reward:
 
     "reward" is partial credit in [0, 1], 0.6 for the object in each frame and 0.4 for its motion
     (`data.motion.verifier.verify`). "moves" is 1 if there is an object in every frame and the
-    largest one moves as the caption says, whatever it is, and else 0. "strict" is 1 if, besides,
-    every frame shows exactly the object of the caption, and else 0. The check of the reward accepts
-    the captions that `data.motion.scenes.parse_caption` accepts, such as "a red circle moves left
-    to right".
+    largest one, whatever its color and shape, moves as the caption says, else 0. "strict" is 1 if
+    "moves" is 1 and every frame shows exactly the object of the caption, else 0. The check of the
+    reward accepts the captions that `data.motion.scenes.parse_caption` accepts, such as "a red
+    circle moves left to right".
 
     Args:
         paths: Not read, because the verifier has no files.
@@ -35,7 +35,7 @@ def motion(paths: Mapping[str, str]) -> Reward:
 
 
 def prepare(prompts: Sequence[str]) -> verifier.ClipTargets:
-    """Parses captions into what they ask for.
+    """Parses captions into the object and the motion that they ask for.
 
     Args:
         prompts: The captions; there may be none.
@@ -53,17 +53,17 @@ def prepare(prompts: Sequence[str]) -> verifier.ClipTargets:
 
 
 def score(params: None, clips: Float[Array, "b T H W 3"], targets: verifier.ClipTargets) -> Scores:
-    """Scores clips against what their captions ask for.
+    """Scores clips against the objects and motions that their captions ask for.
 
     Args:
         params: Not read, because the verifier has no parameters.
         clips: The clips [b, T, H, W, 3], in [0, 1], of two or more frames.
-        targets: What the caption of each clip asks for, from `prepare`.
+        targets: The object and the motion that the caption of each clip asks for, from `prepare`.
 
     Returns:
-        {"reward": partial credit in [0, 1], "moves": 1 if the largest object moves as the caption
-        says, otherwise 0, "strict": 1 if every frame also shows exactly the object of the caption,
-        otherwise 0}. All are float32 [b].
+        A dict of float32 arrays [b]. "reward": partial credit in [0, 1]. "moves": 1 if every frame
+        has an object and the largest one moves as the caption says, else 0. "strict": 1 if "moves"
+        is 1 and every frame shows exactly the object of the caption, else 0.
 
     Raises:
         ValueError: While tracing, if the clips have fewer than two frames.

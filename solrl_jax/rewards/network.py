@@ -1,4 +1,4 @@
-"""`NetworkReward`: a reward that is computed by scoring networks, such as CLIP."""
+"""`NetworkReward`: a reward computed by scoring networks, such as CLIP."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -28,14 +28,14 @@ IMAGES_PER_DEVICE = 4
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class NetworkReward(Reward):
-    """A reward that is computed by one or several networks, such as a CLIP.
+    """A reward computed by one or several networks, such as a CLIP.
 
     It is a `Reward` that knows its networks before their parameters are read; `load` reads them.
     All other fields are those of `Reward`. Every field is passed by keyword.
 
     Attributes:
-        params: None before `load`; then the parameters, by the name of the network: a nested
-            dictionary of arrays each (of `jax.ShapeDtypeStruct`s in a plan).
+        params: None before `load`. Afterwards, for each network by its name, a nested dictionary of
+            its parameters: arrays, or `jax.ShapeDtypeStruct`s in a plan.
         networks: The networks by name, e.g. "clip". Each is a `Component`: the structure of a
             network and the place of its files, without parameters.
     """
@@ -46,9 +46,10 @@ class NetworkReward(Reward):
     def load(self, mesh: Mesh | None, dtype: DTypeLike) -> Reward:
         """Reads the parameters of the networks, in float32.
 
-        A network of which the package has only the configuration (for `solrl plan`) gets abstract
-        parameters (`jax.ShapeDtypeStruct`), and no file is read. In a run of several processes,
-        each calls it, and reads only what its own devices hold.
+        If the source of a network is in the package's directory of configurations, which has no
+        weights (for `solrl plan`), its parameters are abstract (`jax.ShapeDtypeStruct`), and no
+        file is read. In a run of several processes, each calls it, and reads only the parts that
+        its own devices hold.
 
         Args:
             mesh: The mesh that the parameters are placed on: arrays of at least 4096 elements are

@@ -1,6 +1,6 @@
-"""Whether an image shows the words that its prompt quotes: read by RapidOCR.
+"""The reward `ocr`: whether RapidOCR can read the words that a prompt asks for in its image.
 
-It is scored as in Flow-GRPO (arXiv 2505.05470).
+The score is that of Flow-GRPO (arXiv 2505.05470).
 """
 
 import functools
@@ -34,21 +34,22 @@ def ocr(
 ) -> Float[np.ndarray, " n"]:
     """Scores whether the words that a prompt asks for can be read in each image.
 
-    The score is 1 if the words are a part of the text that RapidOCR reads. Otherwise it is 1 less
-    the Levenshtein distance between both over the number of characters of the words, at least 0.
-    Spaces and case do not count.
+    The score is 1 if the text that RapidOCR reads contains the words. Otherwise it is
+    1 - distance / length, and at least 0, where `distance` is the Levenshtein distance between the
+    text and the words, and `length` is the number of characters of the words. Spaces and case are
+    ignored.
 
     Args:
         images: Images [n, H, W, 3] in [0, 1]. One with a non-finite value scores NaN and is not
             read.
         prompts: The prompt of each image. The words are the text between its first two double
             quotes, unless the metadata has them.
-        metadata: The metadata of each prompt. A text under "text" has the words instead. None there
-            counts as no entry.
+        metadata: The metadata of each prompt. A string under "text" is used as the words and takes
+            precedence over the prompt. None under "text" counts as missing.
         threads: The number of threads of the engine in this process, at least 1.
 
     Returns:
-        The scores [n] in [0, 1], float32.
+        The scores [n], float32: numbers in [0, 1], or NaN.
 
     Raises:
         ValueError: If a prompt has no words or something else than a text under "text", if
@@ -75,8 +76,8 @@ def check(prompt: str, metadata: Metadata, **options: Any) -> None:
     Args:
         prompt: The prompt. The words are the text between its first two double quotes, unless the
             metadata has them.
-        metadata: The metadata of the prompt. A text under "text" has the words instead. None there
-            counts as no entry.
+        metadata: The metadata of the prompt. A string under "text" is used as the words and takes
+            precedence over the prompt. None under "text" counts as missing.
         **options: The options of `ocr`, which have no effect here.
 
     Raises:
@@ -90,13 +91,13 @@ ocr.check = check  # type: ignore[attr-defined]
 
 
 def requested_words(prompt: str, metadata: Metadata) -> str:
-    """Returns the words that an image should show, as they are written.
+    """Returns the words that an image should show, with their spaces and case.
 
     Args:
         prompt: The prompt. Unless `metadata` has the words, they are the text between its first two
             double quotes (").
-        metadata: The metadata of the prompt. A text under "text" has the words and wins over the
-            prompt. None under "text" counts as no entry.
+        metadata: The metadata of the prompt. A string under "text" is used as the words and takes
+            precedence over the prompt. None under "text" counts as missing.
 
     Raises:
         ValueError: If the value under "text" is neither a text nor None; if there is no text and
@@ -126,11 +127,11 @@ def similarity(text: str, target: str) -> float:
         target: The words that should be there: at least one character that is no space.
 
     Returns:
-        1 if `text` contains `target`. Otherwise 1 less their Levenshtein distance over the number
-        of characters of `target`, at least 0.
+        1 if `text` contains `target`. Otherwise 1 - distance / length, and at least 0, where
+        `distance` is their Levenshtein distance and `length` the number of characters of `target`.
 
     Raises:
-        ZeroDivisionError: If `target` has only spaces.
+        ZeroDivisionError: If `target` is empty or has only spaces.
     """
     from rapidfuzz.distance import Levenshtein
 
@@ -144,16 +145,16 @@ def similarity(text: str, target: str) -> float:
 def open_reader(threads: int) -> Reader:
     """Opens the engine that reads all text in an image from top to bottom.
 
-    It is opened once per process and number of threads, and nothing is downloaded. The engine drops
-    text that it is less than 50 % sure of, and reads no text that is upside down. Images with a
+    The engine is opened once per process and number of threads, and nothing is downloaded. It drops
+    text with a confidence below 50 %, and does not look for text that is upside down. Images with a
     side of more than 960 pixels are reduced to find the text.
 
     Args:
-        threads: The number of its threads, at least 1.
+        threads: The number of threads of the engine, at least 1.
 
     Returns:
-        A function from an RGB image, uint8 [H, W, 3], to the text that it shows: all lines without
-        anything between them; "" if there is none.
+        A function from an RGB image, uint8 [H, W, 3], to the text in it: all lines, joined without
+        a separator; "" if there is none.
 
     Raises:
         ImportError: If the rapidocr package does not contain its models.

@@ -1,7 +1,8 @@
 """The reward protocol: `Reward` is scored inside JAX, `HostReward` by worker processes outside it.
 
-Both go through the same four steps. `check` refuses prompts that the reward cannot score, `load`
-puts its parameters on the mesh, `prepare` turns prompts into arrays once, and `score` rates images.
+A `Reward` has four steps. `check` refuses prompts that it cannot score, `load` puts its parameters
+on the mesh, `prepare` turns prompts into arrays once, and `score` rates images. A `HostReward` has
+`check` and a function that rates images together with their prompts.
 """
 
 import collections
@@ -37,7 +38,7 @@ GROUP_SIZE = 24
 Scores = dict[str, Float[Array, " b"]]
 # Images outside JAX: float32 [n, H, W, 3] in [0, 1]. `check_arguments` checks the shape.
 Images = Float[np.ndarray, "..."]
-# What a prompt set says about a prompt beside its text.
+# The further fields of a prompt in a prompt set, beside its text.
 Metadata = Mapping[str, Any]
 Inputs = Literal["images", "latents", "both"]
 # Raises ValueError with a message of one line for a prompt that the reward cannot score.
@@ -56,7 +57,7 @@ def accept(prompt: Prompt) -> None:
 class HostReward:
     """A reward outside JAX: a function that worker processes import and call.
 
-    There are three kinds; n is the number of images or pairs in a call:
+    There are three kinds. In each, n is the number of images or pairs in a call.
 
       - By default it is called as f(images, prompts, metadata, **options), with images float32 [n,
         H, W, 3] in [0, 1], n texts and n mappings. It returns n numbers, or a mapping of names to n
@@ -66,13 +67,13 @@ class HostReward:
         prompt, and their scores may depend on each other.
       - If `pairwise`, it is called as f(first, second, prompts, metadata, **options) with n pairs
         of images of a group, and returns n preferences in [0, 1] for the images in `first`, or a
-        mapping with these as "reward", of which nothing else is read.
+        mapping that has them under "reward". Other entries of the mapping are ignored.
 
     If `clips`, it gets whole clips [n, T, H, W, 3] in place of images, in each of the three kinds.
     Otherwise it gets frames of clips as images.
 
-    Images with a non-finite value score NaN, whatever the function returns; a pairwise one does not
-    get them. The constructor checks nothing.
+    Images with a non-finite value score NaN, whatever the function returns. A pairwise function
+    does not get them. The constructor checks nothing.
 
     Attributes:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
@@ -128,15 +129,15 @@ class HostRewards:
             "ocr" or "geneval/strict". Scores without a weight are only recorded.
         workers: The number of worker processes on each host, at least 1.
         timeout: Seconds that one call may take. A process that takes longer is killed.
-        skip: What a failed call does. True: images that it gives no score have NaN, and the run
-            stops (`RewardError`) only if 32 calls of one reward in a row fail without any score.
-            False: the run stops at once.
+        skip: Whether the run continues after a failed call. True: images without a score get NaN,
+            and the run stops (`RewardError`) only if 32 calls of one reward in a row fail without
+            any score. False: the first failed call stops the run.
         group_size: For rewards that compare images: the most candidates of a prompt in a group, 24
             (`GROUP_SIZE`) by default.
         failures_in_a_row: By the name of the reward, the number of its latest calls in a row that
-            failed without any score. Any other call resets it to 0, also one that succeeds with NaN
-            as every score. It stays 0 where a failed call ends the run. The sums of rewards of one
-            run share one counter. The default is a new counter.
+            failed without any score. Any other call resets it to 0, including a successful one that
+            scores every image NaN. It stays 0 if `skip` is false. The weighted sums of one run
+            (`registry.Rewards`) share one counter. The default is a new counter.
     """
 
     rewards: tuple[HostReward, ...]
@@ -161,9 +162,11 @@ class HostRewards:
         return dataclasses.replace(self, rewards=rewards) if rewards else None
 
     def select_strict(self) -> "HostRewards | None":
-        """Returns the rewards whose `others` name a score "strict", which marks an image as right
-        or wrong, or None if there are none. They have no weights, because nothing is added up; all
-        other fields are kept.
+        """Returns the rewards whose `others` include a score "strict", which marks an image as
+        right or wrong, or None if there are none.
+
+        The field `weights` of the result is empty, because these scores are not summed. All other
+        fields are kept; the counter `failures_in_a_row` is the same object.
         """
         rewards = tuple(reward for reward in self.rewards if "strict" in (reward.others or ()))
         return dataclasses.replace(self, rewards=rewards, weights={}) if rewards else None
@@ -177,7 +180,7 @@ class Reward:
     argument are therefore compiled anew for a copy.
 
     Attributes:
-        params: The arrays that `score` computes with: any pytree, or None.
+        params: The parameters for `score`: any pytree of arrays, or None.
         prepare: Turns a sequence of prompts into a pytree of arrays with one row per prompt. It
             runs on the host, in every process, before images of these prompts are generated.
         score: A function (params, inputs, prepared) -> dict of arrays [b] with the key "reward"
@@ -187,18 +190,18 @@ class Reward:
             divided over the mesh, so the score of an image must not depend on the other images,
             unless `groupwise` is set. None only for a weighted sum that has no rewards of its own
             inside JAX.
-        others: Names of the scores beside "reward", which can be recorded or trained on too.
+        others: Names of the scores beside "reward", which can also be recorded or trained on.
         host: Only for weighted sums: the rewards outside JAX that belong to the sum, or None.
         check: Is called with every prompt of a run (`Prompt`), and raises ValueError if the reward
             cannot score it. By default every prompt is accepted.
-        inputs: What `score` gets. "images": images [b, H, W, 3] in [0, 1], or whole clips, see
-            `clips`. "latents": the clean latents [b, h, w, c], of clips [b, t, h, w, c], in float32
-            before decoding. "both": a pair (images, latents).
+        inputs: The kind of `inputs` that `score` gets. "images": images [b, H, W, 3] in [0, 1], or
+            whole clips (see `clips`). "latents": the clean latents in float32 before decoding,
+            [b, h, w, c], or [b, t, h, w, c] for clips. "both": a pair (images, latents).
         clips: Whether `score` gets whole clips [b, T, H, W, 3] in [0, 1], with T frames each, where
             `inputs` says images. False: it gets frames of clips as images. No effect if `is_sum`.
-        groupwise: Whether `score` is called with a whole group, the candidates of one prompt, on
-            every device alike. The scores of a group may depend on each other, such as ranks or win
-            rates (`rewards.groups.round_robin`).
+        groupwise: Whether `score` is called with one whole group, replicated on every device. A
+            group is the candidates of one prompt, or a part of them (`group_size`). Its scores may
+            depend on each other, such as ranks or win rates (`rewards.groups.round_robin`).
         group: Only for weighted sums: the weighted sum of the groupwise rewards that belong to it,
             or None.
         group_size: Only for the weighted sum in a field `group`: the most candidates of a prompt in
@@ -206,19 +209,17 @@ class Reward:
         differentiable: Whether the gradient of `score` with respect to its inputs may be trained
             on, as the objectives "opsd", "refl" and "draft" do. It is a promise: a score that
             counts or rounds has a gradient of zero. False by default.
-        frames: The number of frames that are scored of a clip (`reward.frames` of the
-            configuration): 1, the first one, by default; more are equally spaced from the first to
-            the last. `score`, or each part of a weighted sum that scores images, gets each as an
-            image, and the score of the clip is the mean over them. No effect if `clips`.
-        is_sum: Whether the reward is a weighted sum (`mixture`), whose `clips` says whether any
-            part gets whole clips. Its `score` gets images or clips as they were decoded, and gives
-            each part what that part reads. False by default.
+        frames: The number of frames of each clip to score (`reward.frames` of the configuration).
+            1, the default: the first frame. More: frames equally spaced from the first to the last.
+            `score` gets each frame as an image, and the score of the clip is the mean over these
+            frames. In a weighted sum, the value of the sum applies, and those of its parts are
+            ignored. No effect on rewards of whole clips (`clips`) or of latents alone.
+        is_sum: Whether the reward is a weighted sum (`mixture`). The `clips` of a sum says whether
+            any part gets whole clips. Its `score` gets images or clips as they were decoded, and
+            passes each part the inputs that this part reads. False by default.
 
     Raises:
-        ValueError: If a field is not as described: another value of `inputs`, `others` no tuple of
-            strings, `groupwise`, `differentiable` or `clips` no bool, `clips` with the inputs
-            "latents", `prepare` or `check` no function, or `score` no function while `host` and
-            `group` are None.
+        ValueError: If a field fails the checks of `__post_init__`.
     """
 
     params: Any
@@ -237,7 +238,7 @@ class Reward:
     is_sum: bool = False
 
     def __post_init__(self) -> None:
-        """Checks the fields.
+        """Checks the fields, except `params`, `host`, `group`, `group_size`, `frames` and `is_sum`.
 
         Raises:
             ValueError: Unless `inputs` is "images", "latents" or "both", `others` is a tuple of
@@ -277,10 +278,10 @@ class Reward:
 
     @property
     def reads_first_frame_alone(self) -> bool:
-        """Whether of the images of a clip only the first frame is scored, so that no other has to
-        be decoded.
+        """Whether no frame of a clip but the first is scored, so the others need not be decoded.
 
-        True if `frames` is 1 and no reward gets whole clips, here, in `host` or in `group`.
+        True if `frames` is 1 and no reward gets whole clips, here, in `host` or in `group`. This
+        includes rewards that read latents alone.
         """
         if self.frames != 1 or self.clips:
             return False
@@ -370,16 +371,16 @@ def score_frames(reward: Reward, params: Any, inputs: Any, rows: Any, frames: in
         params: The parameters for `reward.score`.
         inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
             pair of both, as `reward.select_inputs` returns them.
-        rows: What `reward.prepare` returned of the prompts, a tree of arrays with one row per
-            sample.
-        frames: The number of frames that are scored of a clip, at least 1: with 1 the first one,
-            else equally spaced ones from the first to the last. All are, if a clip has fewer. No
+        rows: The prepared prompt of each sample: the tree of arrays that `reward.prepare` returned,
+            but with one row per sample, that of its prompt.
+        frames: The number of frames of each clip to score, at least 1. 1: the first frame. More:
+            frames equally spaced from the first to the last, or all frames if a clip has fewer. No
             effect on images, on latents alone, and if `reward.clips` is set.
 
     Returns:
-        Arrays [b] by the name of the score, for clips means over the frames. A sample has NaN if a
-        value that `reward.score` got of it is not finite; frames that are not scored may hold
-        anything.
+        Arrays [b] by the name of the score; for clips, the means over the scored frames. The score
+        of a sample is NaN if `reward.score` got a non-finite value for it. Frames that are not
+        scored have no effect.
 
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
@@ -405,13 +406,14 @@ def _sample_inputs(reward: Reward, inputs: Any, rows: Any, frames: int) -> tuple
         inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
             pair of both, as `reward.select_inputs` returns them.
         rows: A tree of arrays with one row per sample.
-        frames: The number of frames that are scored of a clip, at least 1: with 1 the first one,
-            else equally spaced ones from the first to the last. All are, if a clip has fewer.
+        frames: The number of frames of each clip to score, at least 1. 1: the first frame. More:
+            frames equally spaced from the first to the last, or all frames if a clip has fewer.
 
     Returns:
-        A tuple: the inputs of `reward.score`, in which the frames of the first clip come first;
-        `rows` with one row for each image, clip or latent of these inputs; and the number of images
-        that a sample became, 1 unless several frames were sampled.
+        A tuple of three:
+          1. The inputs of `reward.score`, in which the frames of the first clip come first.
+          2. `rows`, repeated to one row for each image, clip or latent of these inputs.
+          3. The number of images per sample, 1 unless several frames were sampled.
 
     Raises:
         ValueError: If the images are not of the shape [b, H, W, 3] or [b, T, H, W, 3], or if they
@@ -595,7 +597,8 @@ def check_rgb(shape: tuple[int, ...]) -> None:
 def finite_images(images: Float[np.ndarray, "n ... 3"]) -> Bool[np.ndarray, " n"]:
     """Returns which images have only finite values.
 
-    Callers give the other images the score NaN, as inside JAX, and these are not trained on.
+    Callers give the other images the score NaN, as `score_frames` does for rewards inside JAX.
+    Images with the score NaN are not trained on.
 
     Args:
         images: Any number n of images [n, H, W, 3] or clips [n, T, H, W, 3], also 0.

@@ -1,4 +1,4 @@
-"""The rewards by name, and how those of a configuration are opened, loaded and summed.
+"""The registry of rewards. Opens, loads and sums the rewards of a configuration.
 
 To add a reward to the package, write a file with a function that scores images or opens a `Reward`,
 and add a line to `REWARDS`. Functions and services of users need no line.
@@ -48,15 +48,15 @@ from solrl_jax.storage.files import cache_directory
 Options = Mapping[str, Any]
 # The arguments of a function outside JAX, before its options.
 ARGUMENTS = ("images", "prompts", "metadata")
-# Those of a pairwise one.
+# The arguments of a pairwise function.
 PAIR_ARGUMENTS = ("first", "second", "prompts", "metadata")
 # The setting that names the rewards of exploration.
 EXPLORE = "rollout.explore.reward"
-# The name of a judge, and how the names of further judges of a run begin.
+# The name of a judge, and the prefix of the names of further judges.
 JUDGE = "judge"
 # The most images in one call of a judge. They are requested at once, up to the option concurrency.
 JUDGE_BATCH = 64
-# How the name of a reward that is a service begins. The name is its address.
+# A reward whose name begins with one of these is a service, and the name is its address.
 SERVICE = ("http://", "https://")
 
 
@@ -67,11 +67,11 @@ class JaxEntry:
     Attributes:
         open: Opens the reward, given the setting `reward.paths`, or for `solrl plan` the constant
             `sources.PACKAGED_CONFIGS` (the configurations in the package). It checks the files and
-            downloads those of the hub that are missing, but reads no weights. It raises ValueError
-            (InputError among them) if a file is missing or does not fit its network.
+            downloads missing ones from the hub, but reads no weights. It raises ValueError (or its
+            subclass InputError) if a file is missing or does not fit its network.
         others: The names of the scores that the reward returns beside "reward".
         differentiable: Whether the gradient of the score with respect to the image may be trained
-            on. It is read before the reward is opened, in place of the field of `Reward`.
+            on. It replaces the field of `Reward`, which is known only after the reward is opened.
     """
 
     open: Callable[[Mapping[str, str]], Reward]
@@ -116,7 +116,7 @@ class Rewards(NamedTuple):
     Attributes:
         trained: The sum of the scores in `reward.weights`, which is trained on.
         evaluated: The same sum for evaluations, which also records the scores in
-            `reward.eval_only` (they have no weight). The object `trained` itself if there are none.
+            `reward.eval_only` without a weight. If that setting is empty, the object `trained`.
         explored: The sum of the scores in `rollout.explore.reward`, which ranks candidates; None if
             it is not set.
     """
@@ -135,9 +135,9 @@ class OpenedRewards:
     Attributes:
         settings: The section "reward" of the configuration.
         dtype: The dtype of the matmuls of scoring networks: float32, float16 or bfloat16.
-        rewards: The rewards by name, in sorted order: each to which a score in `settings.weights`,
-            `settings.eval_only` or `explore` belongs, e.g. "geneval" for the score
-            "geneval/strict".
+        rewards: The rewards by name, in sorted order: every reward that has a score in
+            `settings.weights`, `settings.eval_only` or `explore`. For example, the score
+            "geneval/strict" belongs to the reward "geneval".
         explore: `rollout.explore.reward`: the weights of the scores that rank candidates, by name.
             None: the trained reward ranks them.
     """
@@ -285,10 +285,10 @@ def open_rewards(
 ) -> OpenedRewards:
     """Opens the rewards of a configuration.
 
-    Checks names, options and files, imports the functions (and calls those of users that make a
-    `Reward`), and downloads missing files from the hub to its cache. No weights are read, and no
-    service or judge gets a request. Also appends the working directory to `sys.path` if a function
-    is imported.
+    Checks names, options and files, imports the functions, calls users' factories of a `Reward`,
+    and downloads missing files from the hub to its cache. No weights are read, and no service or
+    judge gets a request. Also appends the working directory to `sys.path` if a function is
+    imported.
 
     Args:
         settings: The section "reward" of the configuration. `solrl plan` replaces its `paths` by
@@ -302,11 +302,15 @@ def open_rewards(
             the rewards in `settings.weights` must have one. None: they need not.
 
     Returns:
-        The opened rewards with the first three arguments. By name, they have a `Reward` or
-        `HostReward` for each reward that a score in `settings.weights`, `settings.eval_only` or
-        `explore` belongs to. A name decides its kind: "judge" and "judge-NAME" are judges, other
-        names in `REWARDS` rewards of the package, "http://..." and "https://..." services, and any
-        other name a user's function ("module:function") or an entry point of an installed package.
+        The opened rewards, which also hold the first three arguments. They have a `Reward` or
+        `HostReward` under the name of each reward with a score in `settings.weights`,
+        `settings.eval_only` or `explore`. The name decides the kind of a reward:
+
+          - "judge" and "judge-NAME": a judge.
+          - another name in `REWARDS`: a reward of the package.
+          - "http://..." and "https://...": a service.
+          - any other name: an entry point of an installed package, or a user's function
+            ("module:function").
 
     Raises:
         InputError: If a reward cannot be opened: its name is unknown, its options are not accepted,
@@ -496,14 +500,14 @@ def open_service(url: str, options: Options, timeout: float) -> HostReward:
 
 
 def open_judge_reward(name: str, options: Options, workers: int) -> HostReward:
-    """Opens a judge. Its question is read; no request is sent and no cache is created.
+    """Opens a judge. Reads its question, but sends no request and creates no cache.
 
     Args:
         name: "judge" or "judge-NAME".
         options: Values of JSON by the name of a field of `judge.settings.JudgeSettings`; "base_url"
             and "model" are required.
-        workers: The number of worker processes, at least 1. Each may have an equal part of the
-            option `concurrency` (16 by default), rounded down, as requests at once.
+        workers: The number of worker processes, at least 1. Each may send an equal part of the
+            option `concurrency` (16 by default), rounded down, as concurrent requests.
 
     Returns:
         A reward whose calls have up to `JUDGE_BATCH` (64) images, or pairs if it compares images
@@ -588,9 +592,9 @@ def _check_names(
     Args:
         settings: The section "reward" of the configuration, of which the keys of `paths` (files)
             and `options` (rewards) are checked.
-        names: The names of all rewards that the configuration uses, such as "geneval". Known are
-            those in `REWARDS`, entry points, "judge", "judge-NAME", and any name with a colon, such
-            as "module:function" or a URL.
+        names: The names of all rewards that the configuration uses, such as "geneval". A name is
+            known if it is in `REWARDS`, an entry point, "judge", "judge-NAME", or has a colon, as
+            "module:function" and URLs have.
         fields: For messages: the names of scores in each setting, by the setting's dotted name,
             e.g. {"reward.weights": ("geneval/strict",)}.
 
@@ -662,8 +666,8 @@ def _check_gradients(
 
     Args:
         names: The names of the rewards that are trained on.
-        opened: By name, the rewards that are open already: all but those of the package that are
-            scored inside JAX.
+        opened: The rewards that are already open, by name. Those of the package that are scored
+            inside JAX are missing; their entries in `REWARDS` are used instead.
         objective: The name of the objective that needs the gradients, for the message.
 
     Raises:
@@ -697,13 +701,13 @@ def _check_gradients(
 
 
 def _field(fields: Mapping[str, Sequence[str]], names: Sequence[str]) -> str:
-    """Returns the name of the first setting that uses one of some rewards or scores, for messages.
+    """Returns the name of the first setting that uses any of the given rewards or scores.
 
     Args:
         fields: The names of the scores in each setting, by the setting's dotted name, e.g.
             {"reward.weights": ("geneval/strict",)}.
-        names: Names of rewards or of scores, e.g. "geneval" or "geneval/strict". A reward is used
-            by a setting that has any score of it. At least one setting must use one of them.
+        names: Names of rewards or of scores, e.g. "geneval" or "geneval/strict". A setting uses a
+            reward if it has any score of it. At least one setting must use one of the names.
 
     Returns:
         The name of the setting, e.g. "reward.weights".
@@ -740,8 +744,8 @@ def _bind_check(function: Callable[..., Any], options: Options) -> Check:
 def _import_function(name: str, target: str) -> tuple[Callable[..., Any], inspect.Signature]:
     """Imports a function, also from the working directory.
 
-    Also appends the working directory to `sys.path` unless it is there, which worker processes
-    inherit. What the module prints goes to standard error.
+    Also appends the working directory to `sys.path`, which worker processes inherit, unless it is
+    there. The standard output of the module goes to standard error.
 
     Args:
         name: The name of the reward, for messages.

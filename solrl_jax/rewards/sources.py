@@ -11,8 +11,8 @@ from solrl_jax.storage import hub
 
 CLIP = ("config.json", "model.safetensors")
 TOKENIZER = ("config.json", "tokenizer_config.json", "tokenizer.json")
-# Stands in for `reward.paths` in plans: the configurations that the package carries, which have no
-# weights. It is recognized by its identity.
+# In plans, this object replaces `reward.paths`. It stands for the configurations in the package,
+# which have no weights. Code recognizes it by identity (`is`), because every empty dict equals it.
 PACKAGED_CONFIGS: dict[str, str] = {}
 # The folder of converted files, relative to the working directory.
 FOLDER = "weights"
@@ -93,8 +93,9 @@ def find(name: str, paths: Mapping[str, str]) -> Path:
 
     Returns:
         The directory of a `Hub` source, which has all its files, or the file of a `Converted`
-        source. With `PACKAGED_CONFIGS` the path of that name in the package's directory of
-        configurations, which has no weights; that of a `Converted` source does not exist.
+        source. With `PACKAGED_CONFIGS`, the path of the repository or of the file in the package's
+        directory of configurations, which has no weights. For a `Converted` source, this path does
+        not exist.
 
     Raises:
         KeyError: If `SOURCES` has no such name.

@@ -25,8 +25,8 @@ def open_tokenizer(folder: Path) -> Any:
         folder: The folder, with `tokenizer_config.json` and the files of a transformers tokenizer.
 
     Returns:
-        A transformers tokenizer, or `NoVocabulary`, a stand-in that turns every text into zeros,
-        for a folder of the package's configurations, which plans use.
+        A transformers tokenizer. For a folder of the package's configurations, which plans use, a
+        `NoVocabulary`: a stand-in that turns every text into zeros.
 
     Raises:
         InputError: If the folder or its `tokenizer_config.json` is missing, or transformers cannot
@@ -99,8 +99,9 @@ def tokenize_as_open_clip(
 def split_at_special(text: str) -> list[str]:
     """Splits a text at the special tokens of OpenCLIP, <start_of_text> and <end_of_text>.
 
-    One that directly follows a punctuation mark or symbol stays ordinary text, because OpenCLIP
-    reads its "<" as a part of the punctuation. The ">" of a special token before it does not count.
+    A special token directly after a character that is no letter, number or white space, such as a
+    punctuation mark, stays ordinary text, because OpenCLIP reads its "<" as a part of the
+    punctuation. The ">" of a special token that was split off does not count.
 
     Args:
         text: A cleaned text, in lower case.

@@ -1,4 +1,4 @@
-"""Counters of what the rewards outside JAX cost, e.g. requests and tokens of a judge.
+"""Usage counters of rewards outside JAX, e.g. the requests and tokens of a judge.
 
 A worker process counts while it runs a function, and the run adds the counts of all calls.
 """
@@ -9,11 +9,11 @@ _counts: collections.Counter[str] = collections.Counter()
 
 
 def add_count(name: str, amount: float = 1) -> None:
-    """Adds to a counter of what the running call of a reward's function costs.
+    """Adds to a usage counter of the running call of a reward's function.
 
-    For functions that worker processes call; counting takes no lock, so only one thread may count.
-    The counts of a call are returned with its scores (those of a call whose process is ended are
-    lost), and summed per iteration as the metric "reward_cost/REWARD/NAME", or per evaluation as
+    It is for functions that worker processes call. Counting takes no lock, so only one thread may
+    count. The counts of a call are returned with its result, and lost if its process ends before.
+    Their sum per iteration is the metric "reward_cost/REWARD/NAME", and their sum per evaluation
     "eval/reward_cost/REWARD/NAME". Outside of worker processes nothing reads or resets them.
 
     Args:

@@ -19,7 +19,7 @@ MODES: dict[str, Callable[[Array], Array]] = {
     "one_only": lambda a: jnp.where(a > 0, 1.0, 0.0),
     "binary": jnp.sign,
 }
-# Added to the standard deviation, so that it can be divided by.
+# Added to the standard deviation, to avoid a division by zero.
 STD_FLOOR = 1e-4
 # Rewards that differ by at most this fraction of the largest one are tied. The rounding error of
 # float32 is 6e-8 of a number, and a mean of 24 numbers adds it up to 24 times.
@@ -40,17 +40,17 @@ def advantages(
     Args:
         rewards: The rewards of the K kept samples of each prompt, one row per prompt, K at least 1.
         clip: The largest absolute value of A. Above 0.
-        global_std: Which population standard deviation divides: True, that of the rewards of all
-            prompts about their common mean; False, that of the rewards of the prompt.
-        mode: What is returned in place of A: "all" returns A itself, "positive_only" max(A, 0),
-            "negative_only" min(A, 0), "one_only" 1 where A is positive and else 0, and "binary" the
-            sign of A (-1, 0 or 1).
+        global_std: True divides by the population standard deviation of the rewards of all prompts
+            about their common mean, False by that of the rewards of each prompt.
+        mode: The function that is applied to A: "all" leaves A unchanged, "positive_only" returns
+            max(A, 0), "negative_only" min(A, 0), "one_only" 1 where A is positive and else 0, and
+            "binary" the sign of A (-1, 0 or 1).
 
     Returns:
         One finite advantage per reward, float32, in the shape of `rewards`.
 
     Raises:
-        ValueError: If `mode` is another one, `rewards` does not have two axes, or `clip` is not
+        ValueError: If `mode` is none of these, `rewards` does not have two axes, or `clip` is not
             above 0.
     """
     if mode not in MODES:
@@ -77,16 +77,17 @@ def advantages(
 
 
 def optimality(advantages: Float[Array | np.ndarray, "..."], clip: float) -> Float[Array, "..."]:
-    """Computes the probability that a sample is one to imitate: `q = clip(A / (2 clip) + 1/2, 0,
-    1)`.
+    """Computes the probability that a sample is one to imitate.
+
+        q = clip(A / (2 clip) + 1/2, 0, 1)
 
     q is rounded to a multiple of 1/4096, so that the last bits of a reward, which differ between
     meshes, do not change the training.
 
     Args:
         advantages: The advantages A, of any shape. NaN stays NaN.
-        clip: The bound to which the advantages were clipped (`algorithm.adv_clip_max`), above 0: A
-            = -clip becomes 0, A = 0 becomes 1/2, and A = clip becomes 1.
+        clip: The bound to which the advantages were clipped (`algorithm.adv_clip_max`), above 0.
+            An advantage of -clip becomes 0, one of 0 becomes 1/2, and one of clip becomes 1.
 
     Returns:
         The probabilities in [0, 1], float32, in the shape of `advantages`.

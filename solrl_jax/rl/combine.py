@@ -1,4 +1,4 @@
-"""Several rewards in place of one: `reward.combine` (docs/method.md, section 3).
+"""Combines several rewards into one: `reward.combine` (docs/method.md, section 3).
 
 "sum" ranks and trains on the weighted sum of the scores, `Samples.reward`. "advantages" normalizes
 each score over the candidates of its prompt and sums the results with the weights of the scores, so
@@ -30,19 +30,17 @@ def ranking_values(
 
     Args:
         combine: How several scores become one value (`reward.combine`). "sum": the weighted sum of
-            the scores, which `scores` holds as "reward". "advantages": each score is first centered
-            and divided by its standard deviation within the prompt, and these are summed with
-            `weights` (`weighted_advantages`).
+            the scores, which `scores` holds as "reward". "advantages": the sum, with `weights`, of
+            the scores after each is standardized within the prompt (`weighted_advantages`).
         scores: Flat arrays by the name of the score, and "reward" for their weighted sum. Each has
-            one entry per sample: first all candidates of the first prompt, and so on, equally many
-            per prompt.
+            one entry per sample, prompt by prompt, with the same number of candidates per prompt.
         weights: The weight of each score by its name. Used for "advantages" only.
         prompts: p, the number of prompts.
 
     Returns:
-        The values [prompts, candidates], in the dtype of the scores ("sum") or float64. That of a
-        candidate without a finite reward (with "advantages": with a score that is not finite) is
-        not finite.
+        The values [prompts, candidates], in the dtype of the scores ("sum") or float64
+        ("advantages"). The value of a candidate is not finite if its reward ("sum") or one of its
+        scores in `weights` ("advantages") is not finite.
 
     Raises:
         KeyError: If `scores` lacks "reward" (with "sum") or a name in `weights` (with
@@ -63,9 +61,9 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
 
     The standard deviation is the population's; where it is 0, A_j is 0. A candidate with a score
     that is not finite (or above 1e18 in magnitude) is left out of all means and standard
-    deviations, and has no value. Differences that may be rounding count as 0: of a score from its
-    mean up to 4e-6 times the largest magnitude of the score in the prompt, and of A from 0 up to
-    4e-6 times the sum of |w_j A_j|.
+    deviations, and its A is NaN. Values that may be rounding errors count as 0: a difference
+    between a score and its mean of at most 4e-6 times the largest magnitude of the score in the
+    prompt, and a sum A of at most 4e-6 times the sum of |w_j A_j|.
 
     Args:
         scores: Each score by its name, [prompts, candidates]. Names that `weights` lacks are
@@ -73,7 +71,7 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
         weights: The weight w_j of each score by its name, any finite number; at least one.
 
     Returns:
-        The sums A [prompts, candidates], float64, not clipped. NaN for a candidate without a value.
+        The sums A [prompts, candidates], float64, not clipped.
 
     Raises:
         KeyError: If `scores` lacks a name in `weights`.
@@ -90,17 +88,18 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
 
 
 def _standard_scores(scores: Values, mask: Bool[np.ndarray, "p n"]) -> Values:
-    """Subtracts from a score its mean over the prompt and divides it by its population standard
-    deviation over the prompt.
+    """Standardizes a score within each prompt: subtracts its mean and divides by its population
+    standard deviation.
 
     Args:
         scores: One score, [prompts, candidates].
-        mask: True for the candidates that take part. The others may have any score, also NaN.
+        mask: True for the candidates that count in the mean and the standard deviation. The others
+            may have any score, also NaN.
 
     Returns:
-        The standardized scores [prompts, candidates], float64. They are 0 for candidates that do
-        not take part, and where a score equals the mean up to 4e-6 times the largest magnitude in
-        the prompt.
+        The standardized scores [prompts, candidates], float64. They are 0 for candidates outside
+        the mask, and where a score equals the mean up to 4e-6 times the largest magnitude in the
+        prompt.
     """
     number = np.maximum(mask.sum(1, keepdims=True), 1)
     r = np.where(mask, scores, 0.0).astype(np.float64)
@@ -124,9 +123,10 @@ def combined_advantages(
 ) -> Float[Array, "p k"]:
     """Computes the advantages of the kept samples, from the values that order them.
 
-    With "sum" the values are rewards, and the result is that of `advantages`: reward minus mean of
-    the prompt, divided by a standard deviation and clipped. With "advantages" the values A are
-    standardized already, over the kept samples of each prompt, and the result is
+    With "sum" the values are rewards, and the result is that of `advantages`: the reward minus the
+    mean of its prompt, divided by a standard deviation and clipped. With "advantages" the values A
+    are sums of scores that were standardized over the kept samples of each prompt. Before `mode` is
+    applied, the result is then
 
         clip(A, -clip, clip)              without `global_std` (MixGRPO)
         clip(A / std, -clip, clip)        with it (GDPO)
@@ -134,16 +134,16 @@ def combined_advantages(
     where std is the root mean square of all finite values; if it is 0, so is the result.
 
     Args:
-        combine: `reward.combine`, "sum" or "advantages": what the values are.
-        values: The values of the kept samples, [prompts, kept]: `ranking_values` of their scores
-            alone.
+        combine: `reward.combine`, "sum" or "advantages". It says what the values are.
+        values: The values of the kept samples, [prompts, kept]: the `ranking_values` of the scores
+            of these samples, without those of other candidates.
         clip: The largest absolute advantage, above 0.
         global_std: `algorithm.global_std`. With "sum": True divides by the standard deviation over
             all prompts, False by that of the prompt. With "advantages": whether A is divided by
             std.
         mode: `algorithm.adv_mode`, applied last: "all" changes nothing, "positive_only" and
             "negative_only" replace advantages of the other sign by 0, "one_only" returns 1 where
-            they are positive, else 0, and "binary" their sign.
+            they are positive and else 0, and "binary" returns their sign.
 
     Returns:
         One finite advantage per sample [prompts, kept], float32; 0 where the value is not finite.

@@ -53,18 +53,18 @@ class Experiment:
             `rollout.explore.precision`, is not resolved in it.
         backbone: The pipeline with the base parameters and the decoder on the mesh. Text encoders
             are loaded when prompts are first encoded.
-        reward: The weighted sum of the scores in `reward.weights`, which is trained on.
-        evaluation_reward: `reward` with the scores of `reward.eval_only` beside it. These are
-            reported, and are no part of the sum.
-        trained_paths: The paths of the parameters that are trained, such as
+        reward: The training reward, the weighted sum of the scores in `reward.weights`.
+        evaluation_reward: `reward`, and beside it the scores of `reward.eval_only`, which are
+            reported but not part of the sum.
+        trained_paths: The paths of the trained parameters, such as
             `transformer_blocks/attn2/to_k/kernel` (one parameter holds all layers of a stack).
             Those in `adapted` have LoRA adapters, those in `whole` are trained in full.
         quantized: The paths of the kernels of the linear layers that exploration may quantize,
             sorted, such as `transformer_blocks/attn2/to_k/kernel`.
         device: The platform, the kind and the CUDA compute capability of the devices of the mesh,
             which are all of one kind.
-        train_prompts: The prompts that are trained on, distinct and in the order of their file.
-        test_prompts: The prompts that are evaluated on, distinct and in the order of their file.
+        train_prompts: The training prompts, distinct and in the order of their file.
+        test_prompts: The evaluation prompts, distinct and in the order of their file.
         size: The size that `sampler`, `schedule` and `explorer` are for: (height, width) in pixels,
             or for clips (height, width, number of frames).
         exploration_reward: The weighted sum of the scores in `rollout.explore.reward`, which ranks
@@ -104,14 +104,14 @@ class Experiment:
 
     @cached_property
     def _by_size(self) -> dict[Size, "Experiment"]:
-        """The experiments that `with_size` has made of this one, by their size."""
+        """The experiments of other sizes that `with_size` has made from this one, by size."""
         return {}
 
     def with_size(self, size: Size) -> "Experiment":
         """Returns the same experiment for images of another size.
 
-        The result is cached in this object, so its explorer and what that has measured are cached,
-        too.
+        The result is cached in this object, and with it its explorer and the explorer's
+        measurements.
 
         Args:
             size: (height, width) in pixels, or for clips (height, width, number of frames). Whether
@@ -119,7 +119,8 @@ class Experiment:
 
         Returns:
             This object if it has that size already. Otherwise an experiment that shares everything
-            but the size and the explorer; the same object for the same size.
+            but the size and the explorer; repeated calls with one size return the same object. The
+            returned experiment has a cache of its own, which does not contain this object.
         """
         if size == self.size:
             return self
@@ -160,9 +161,9 @@ class Experiment:
                 arrays. An empty mapping gives the base.
 
         Returns:
-            The tree of the base's parameters, not copied, with an unmerged `LowRank` leaf in place
-            of each adapted weight, and a whole array, cast to the dtype of the base, in place of
-            the base's.
+            The tree of the base's parameters, which are not copied. Each adapted weight is replaced
+            by an unmerged `LowRank` leaf, and each parameter that is trained in full by its whole
+            array, cast to the dtype of the base.
 
         Raises:
             KeyError: If the base has no parameter of a path in `trained`.
@@ -175,10 +176,10 @@ class Experiment:
         Args:
             steps: The number of solver steps, at least 1. The full schedule has
                 `rollout.num_steps`.
-            noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
-                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all from there on. With fewer
-                `steps`, a step adds the noise of those that it covers. None: no noise.
+            noise_start: The first step of the full schedule that adds noise, counted from 0, if
+                `rollout.noise_level` is above 0. `rollout.sde_window_size` steps from there on add
+                noise, or all if that is None, but never the last step. With fewer `steps`, each
+                step adds the noise of the full steps that it covers. None: no noise.
 
         Returns:
             The schedule, as arrays on the host.
@@ -188,12 +189,12 @@ class Experiment:
 
     @property
     def query_steps(self) -> range | None:
-        """The steps at which samples are trained, on the latents that the step starts from, if the
-        objective trains on reward gradients; else None. One of them is drawn for each sample, from
-        its seed.
+        """The solver steps for training on reward gradients; None for other objectives.
 
-        They are indices, from 0, of the `algorithm.last_steps` last steps of the full schedule, or
-        if that is None of the one that starts nearest to `algorithm.query_sigma`.
+        One of them is drawn for each sample, from its seed. The sample is then trained on the
+        latents at the start of that step. The range holds indices of the full schedule, from 0: its
+        `algorithm.last_steps` last steps or, if that is None, the single step that starts nearest
+        to `algorithm.query_sigma`.
         """
         return find_query_steps(self.config, self.backbone.pipeline, self.size)
 
@@ -211,10 +212,10 @@ class Experiment:
 
         Returns:
             A sampler that uses the policy for all steps. It records no states (`recorded` is 0 and
-            `query_steps` None) and keeps no intermediate latents. Each device generates
-            `rollout.per_device_batch_size` samples at once, or if that is smaller, the candidates
-            of an iteration (of all its prompts) divided by the size of the mesh axes `data` and
-            `fsdp` together, rounded up.
+            `query_steps` None) and keeps no intermediate latents. Each device generates at once
+            `rollout.per_device_batch_size` samples, or its share of all candidates of an iteration
+            if that is smaller. The share is their number divided by `data` times `fsdp` (the sizes
+            of these mesh axes), rounded up.
 
         Raises:
             ValueError: If the model does not support the size of the images.
@@ -231,14 +232,14 @@ class Experiment:
 
     @cached_property
     def explorer(self) -> Explorer:
-        """How candidates are explored: an `Explorer` for images of `self.size` with the options of
-        `rollout.explore`, whose methods give the schedule, the quantized policy and the sampler.
-        Made at the first access and kept.
+        """The `Explorer` for images of `self.size` with the options of `rollout.explore`. Its
+        methods give the schedule, the quantized policy and the sampler of exploration. It is made
+        at the first access and kept.
 
-        The explorer measures what its options need on the base, with one sample of each of the
-        first 16 training prompts. It does so when a method first needs a measurement, not at the
-        access, and once; it then also encodes these prompts (`encode_prompts`), so every process of
-        a run must call the method. The experiments of other image sizes (`with_size`) have
+        The options may need measurements on the base, with one sample of each of the first 16
+        training prompts. The explorer takes a measurement once, when a method first needs it and
+        not at the access. It then also encodes these prompts (`encode_prompts`), so every process
+        of a run must call the method. The experiments of other image sizes (`with_size`) have
         explorers of their own, which measure for themselves.
 
         Raises:
@@ -267,8 +268,8 @@ class Experiment:
     def prepare_for_ranking(self, prompt_batch: PromptBatch) -> PromptBatch:
         """Returns encoded prompts, prepared for the reward that ranks candidates.
 
-        A reward turns prompts into arrays once (`Reward.prepare`), such as token ids of its own
-        text tower. Those of `exploration_reward` take the place of those of `reward`.
+        A reward turns prompts into arrays once (`Reward.prepare`), such as token ids for its own
+        text tower. The arrays of `exploration_reward` replace those of `reward`.
 
         Args:
             prompt_batch: The prompts, prepared for `reward`. It is not changed.
@@ -289,21 +290,21 @@ class Experiment:
         """Computes the embeddings of prompts, and prepares the prompts for a reward.
 
         Embeddings come from the cache of prompts on disk (`model.prompt_cache_dir`) if that has
-        them; otherwise, or without a cache, this loads the text encoders, leaves them loaded, and
-        writes to the cache, if there is one. With a cache, the first call may also read the weight
-        files of the text encoders, to hash them. Every process of a run must call it with the same
-        arguments.
+        them. Otherwise this loads the text encoders, leaves them loaded, and writes to the cache if
+        there is one. With a cache, the first call may also read the weight files of the text
+        encoders, to hash them. Every process of a run must call it with the same arguments.
 
         Args:
-            prompts: The prompts, at least one, each a text with metadata for the reward. For the
-                text encoders alone, the instruction of `model.instruction`, if it is set, is put
-                before them, and they are padded or cut to `model.max_sequence_length` tokens.
+            prompts: The prompts, at least one, each a text with metadata for the reward. The text
+                encoders get them after the instruction of `model.instruction`, if it is set, and
+                padded or cut to `model.max_sequence_length` tokens. The reward gets them as they
+                are.
             reward: The reward that will score images of these prompts. None: they will not be
                 scored.
 
         Returns:
             The prompts, their embeddings and that of the empty prompt (the negative prompt of
-            classifier-free guidance) on every device, and the arrays that the reward made of the
+            classifier-free guidance) on every device, and the arrays that the reward made from the
             prompts (`Reward.prepare`; None without a reward).
 
         Raises:
@@ -356,21 +357,26 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     """Builds the experiment of a configuration.
 
     First come the checks that load nothing, then the rewards are loaded, then the model is opened
-    and checked against the configuration, and its weights are loaded last. Also imports the
-    functions that the configuration names outside the package (and appends the working directory to
-    `sys.path` for them), may download models, files of rewards and prompts from the hub, and with
-    several hosts, whose processes must have called `hosts.initialize` before, runs the first
-    collectives over their devices. Each reward checks all prompts of its set (the test set for
-    `evaluation_reward`, else the training set) and is tried with the first one at each image size
-    of the set: rewards inside JAX are traced; those outside it start their workers, which stay, and
-    score a gray image, for which judges and services get requests. Every process of a run must call
-    it with the same arguments.
+    and checked against the configuration, and its weights are loaded last. Every process of a run
+    must call it with the same arguments.
+
+    Further effects:
+
+    * Functions that the configuration names outside the package are imported. For them, the working
+      directory is appended to `sys.path`.
+    * Models, files of rewards and prompts may be downloaded from the hub.
+    * With several hosts, the first collectives over their devices run. Their processes must have
+      called `hosts.initialize` before.
+    * Each reward checks all prompts of its set: the test set for `evaluation_reward`, else the
+      training set. It is then tried with the first prompt at each image size of the set. Rewards
+      inside JAX are only traced. Rewards outside JAX start their worker processes, which keep
+      running, and score a gray image, for which judges and services get requests.
 
     Args:
         config: The configuration, in which "auto" need not be resolved. Where `train.num_prompts`
             or `eval.num_prompts` exceeds the distinct prompts of its set, the experiment has a
-            lower number, and a UserWarning says so. There is also one if the objective trains on
-            reward gradients and `reward.eval_only` is empty.
+            lower number, and a UserWarning says so. A UserWarning is also given if the objective
+            trains on reward gradients and `reward.eval_only` is empty.
         force: True skips the check that the largest arrays of the run (latents of all candidates
             and of an evaluation, images of its grid, adapters, a batch of images, parameters
             trained in full) fit into memory.
@@ -383,9 +389,9 @@ def build(config: Config, *, force: bool = False) -> Experiment:
             missing, unusable or cannot be downloaded (without a network, the hub's cache must have
             it), there are too few devices, the model does not support the image sizes, a reward
             cannot score a prompt, a pattern matches no parameter, or arrays cannot fit into memory.
-        ConfigError: If the settings do not allow what an objective `module:function` trains on, or
-            if no number of prompts up to the distinct training prompts agrees with the other
-            settings.
+        ConfigError: If the attribute `trains_on` of an objective `module:function` has an unknown
+            value or needs other settings, or if no number of prompts up to that of the distinct
+            training prompts agrees with the other settings.
         PermissionError: If a parent of the folder of a cache (of prompts or of a judge) may not be
             searched.
         RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
@@ -463,7 +469,7 @@ def check_loaded_objective(config: Config) -> None:
         InputError: If the objective cannot be imported, or trains on reward gradients and has no
             function that makes targets of them.
         ConfigError: If its attribute `trains_on` is none of "samples", "pairs", "transitions" and
-            "reward_gradients", or other settings do not allow what it trains on.
+            "reward_gradients", or that value needs other settings (`Config.check_objective`).
     """
     objective = load_objective(config.algorithm.objective)
     config.check_objective()
@@ -498,7 +504,7 @@ def fit_prompt_counts(config: Config, num_train: int, num_test: int) -> tuple[Co
         list with one line of text for each number that was reduced, for a warning.
 
     Raises:
-        ConfigError: If the configuration is invalid with each number of training prompts up to
+        ConfigError: If the configuration is invalid with every number of training prompts up to
             `num_train`.
     """
     notes = []
@@ -525,7 +531,7 @@ def _with_train_prompts(config: Config, most: int) -> Config:
     which its checks pass.
 
     Args:
-        config: The configuration, of which all other settings are kept.
+        config: The configuration. All its other settings are kept.
         most: The largest number of prompts to try, at least 1.
 
     Raises:
@@ -547,7 +553,7 @@ def _check_scoring(
 ) -> None:
     """Checks that a reward can score images of a size, by trying it.
 
-    The prompt is prepared (`Reward.prepare`). The parts of the reward inside JAX are then only
+    The parts of the reward inside JAX prepare the prompt (`Reward.prepare`) and are then only
     traced, for a batch of two images or clips. The part outside JAX scores one gray image or clip
     (two if a reward compares images), for which its worker processes are started and judges and
     services get requests.
@@ -583,13 +589,13 @@ def _check_scoring(
 def _check_guidance(config: Config, pipeline: Pipeline) -> None:
     """Checks that an objective that trains on recorded states has no classifier-free guidance.
 
-    Recorded states are those of transitions and of reward gradients. With guidance they would not
-    be predicted by the trained policy alone.
+    Objectives on transitions and on reward gradients train on recorded states. With guidance, the
+    steps at these states would not be predicted by the trained policy alone.
 
     Args:
         config: The configuration of the run. An objective `module:function` is imported, which must
             succeed.
-        pipeline: The pipeline of the model. It says which field is the classifier-free scale:
+        pipeline: The pipeline of the model, which decides what the classifier-free scale is:
             `rollout.true_cfg_scale` if its network takes the guidance scale as an input (FLUX.1),
             else `rollout.guidance_scale`.
 
@@ -610,15 +616,14 @@ def _check_guidance(config: Config, pipeline: Pipeline) -> None:
 def select_parameters(
     config: Config, pipeline: Pipeline, device: DeviceInfo
 ) -> tuple[TrainedPaths, tuple[str, ...]]:
-    """Finds the parameters of the transformer that are trained, and the layers that may be
-    quantized.
+    """Finds the trained parameters of the transformer, and the layers that may be quantized.
 
     Args:
         config: `train.parameters` and `lora.target_modules` name the parameters to train, and
             `model.quantization` has the rules for quantizing. If `rollout.explore.precision`
-            quantizes, at least one layer must be left by the rules.
-        pipeline: The pipeline of the model, of which only shapes and names are used; no weight
-            needs to be loaded.
+            quantizes, the rules must leave at least one layer to quantize.
+        pipeline: The pipeline of the model. Only its shapes and names are used; no weight needs to
+            be loaded.
         device: The kind of device, which decides what the exploration format "auto" means.
 
     Returns:
@@ -629,9 +634,9 @@ def select_parameters(
 
     Raises:
         InputError: If `rollout.true_cfg_scale` is not 1 for a pipeline without embedded guidance;
-            if a pattern or rule matches no parameter, or one of `lora.target_modules` a parameter
-            that is no kernel of a linear layer; or if a format that quantizes is left without any
-            linear layer.
+            if a pattern or rule matches no parameter; if one of `lora.target_modules` matches a
+            parameter that is not the kernel of a linear layer; or if the format of exploration
+            quantizes and the rules leave it no linear layer.
     """
     model = config.model
     rollout = config.rollout

@@ -46,7 +46,7 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
     Raises:
         ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
     """
-    from scipy import stats  # takes half a second, which most commands need not wait for
+    from scipy import stats  # importing it takes half a second, which most commands do not need
 
     pairs = []
     for x, y in zip(proxy, true, strict=True):
@@ -71,18 +71,17 @@ def overlap(
 ) -> Float[np.ndarray, " p"]:
     """Computes the fraction of each prompt's truly best (or worst) candidates that the proxy finds.
 
-    That is: of the `top` candidates with the best true rewards, the fraction that is among the
+    It is the fraction of the `top` candidates with the best true rewards that are among the
     `within` candidates with the best proxy rewards. The paper's Top-4 match has `top=4` and
-    `within=K/2`, where K is the number of kept candidates of a prompt. A candidate whose reward of
-    one kind is not finite is not on the list of that kind, so a truly best one without a finite
-    proxy reward counts as missed. If rewards are equal, the one with the lower index counts as the
-    better one.
+    `within=K/2`, where K is the number of kept candidates of a prompt. Candidates without a finite
+    true reward are never among the truly best ones, and those without a finite proxy reward are
+    never found. If rewards are equal, the candidate with the lower index counts as the better one.
 
     Args:
         proxy: The proxy rewards, one row per prompt.
         true: The true rewards of the same candidates, in the shape of `proxy`.
         top: How many of the truly best (or worst) candidates are looked for.
-        within: How many of the best (or worst) candidates by proxy they may be among.
+        within: How many of the best (or worst) candidates by proxy count as found.
         best: True compares the best candidates, False the worst.
 
     Returns:
@@ -133,14 +132,14 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
     regret is small where others are nearly as good, for example because a reward saturates.
 
     Args:
-        proxy: The proxy rewards, one row per prompt. A candidate with a non-finite one is not
-            chosen.
+        proxy: The proxy rewards, one row per prompt. A candidate with a non-finite proxy reward is
+            never among the proxy's best.
         true: The true rewards, in the shape of `proxy`. Non-finite ones are left out. If fewer than
-            `top` of the proxy's candidates have a finite one, the smallest true reward of the
-            prompt counts for each that is missing.
-        top: How many candidates are chosen, at least 1, or as many as the prompt has finite true
-            rewards if these are fewer.
-        within: How many of the best candidates by proxy the `top` are chosen from.
+            `top` of the proxy's best have a finite true reward, the smallest true reward of the
+            prompt counts for each missing one.
+        top: How many candidates are chosen, at least 1. If a prompt has fewer finite true rewards,
+            `top` is their number.
+        within: The number of best candidates by proxy that the `top` are chosen from.
 
     Returns:
         One number in [0, 1] per prompt: 0 if all its true rewards are equal, and NaN for a prompt
@@ -172,7 +171,8 @@ def _extremes(rewards: Rewards, count: int, best: bool) -> Bool[np.ndarray, "p n
     Args:
         rewards: One row per prompt. If rewards are equal, the one with the lower index counts as
             the better one.
-        count: How many candidates of each prompt are marked; all, if fewer have a finite reward.
+        count: How many candidates of each prompt are marked. If fewer have a finite reward, all of
+            these are.
         best: True marks the best candidates, False the worst.
 
     Returns:

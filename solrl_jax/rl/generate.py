@@ -1,4 +1,5 @@
-"""Seeds to samples to rewards: the one function behind exploration, regeneration and evaluation.
+"""From seeds to samples to rewards: the one function behind exploration, regeneration and
+evaluation.
 
 Samples are generated in chunks that have the same number of samples on every device; a short chunk
 is padded. Each phase therefore compiles one program, a sample goes through the same instructions
@@ -57,16 +58,16 @@ class Conditions:
 
 @dataclasses.dataclass(frozen=True)
 class PromptBatch:
-    """Prompts with everything that sampling and scoring need of them.
+    """Prompts, encoded for sampling and prepared for scoring.
 
     Attributes:
         prompts: The p prompts, with their metadata.
-        conditions: For the network, the embeddings of the prompts, with one row per prompt in their
-            order, and those of the negative prompt, with a single row, also without guidance. They
-            are on every device.
-        prepared: What the reward needs of the prompts, such as token ids of its own text tower: the
-            result of `Reward.prepare`, a tree of arrays with one row per prompt in their order.
-            None without a reward.
+        conditions: The network's inputs: the embeddings of the prompts, with one row per prompt in
+            their order, and the embedding of the negative prompt, with a single row (also without
+            guidance). They are on every device.
+        prepared: The reward's inputs, such as token ids for its own text tower: the result of
+            `Reward.prepare`, a tree of arrays with one row per prompt in their order. None without
+            a reward.
     """
 
     prompts: tuple[Prompt, ...]
@@ -119,8 +120,8 @@ class Samples:
             number per sample. The weighted sum, with the weights of the reward that scored them,
             has the name "reward". Samples that could not be scored have NaN. Empty if nothing was
             scored.
-        images: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], float32. None unless
-            they were asked for.
+        images: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], float32; all NaN
+            for samples with non-finite latents. None unless they were asked for.
         states: The intermediate latents for objectives that train on solver steps, float32: those
             before the first recorded step and after each recorded step (`Sampler.recorded`); or
             those before the query step and the clean latents that were predicted there
@@ -130,12 +131,13 @@ class Samples:
         targets: The latents that the objective has made from the gradient of the reward, by name,
             float32. None from `generate`; `add_targets` adds them if the objective trains on reward
             gradients.
-        failed: For each reward outside JAX by its name, the number of images that it could not
-            score, also 0; of clips, each scored frame counts. Empty without such rewards.
-        usage: What rewards outside JAX cost, by "REWARD/COUNTER": the sum of each counter that a
-            reward reports, such as requests or tokens, and for these rewards also
-            "REWARD/seconds_waited", the seconds that all hosts together waited for it. Empty if no
-            reward reports a counter.
+        failed: The number of images that each reward outside JAX could not score, by the name of
+            the reward; 0 if none failed. For rewards that score frames of clips, frames are
+            counted. Empty without rewards outside JAX.
+        usage: The costs of rewards outside JAX, by "REWARD/COUNTER": the sum of each counter that a
+            reward reports, such as requests or tokens. Rewards that report a counter also have
+            "REWARD/seconds_waited", the seconds that all hosts together waited for the reward.
+            Empty if no reward reports a counter.
     """
 
     latents: Float[np.ndarray, "b ... c"]
@@ -166,7 +168,7 @@ class Samples:
             Copies of the latents, scores and recorded states, in the order of the indices.
 
         Raises:
-            IndexError: If there is no sample of an index.
+            IndexError: If an index is out of range.
         """
         indices = indices.reshape(-1)
         states = None if self.states is None else self.states[indices]
@@ -180,16 +182,17 @@ class Samples:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Chunk:
-    """One chunk of samples: arrays on the devices, or NumPy arrays once it was fetched.
+    """One chunk of samples: arrays on the devices, or NumPy arrays once it has been fetched.
 
     Attributes:
-        latents: The clean latents, float32. The last rows may be padding, also in other arrays.
+        latents: The clean latents, float32. The last rows of this and of the other arrays may be
+            padding.
         states: The recorded states, as `Samples.states`. None if no step is recorded.
         intermediate: The latents after the first segment. None if they are not kept.
-        images: The images or clips. None if they were not decoded, or are neither kept nor read any
-            more.
+        images: The images or clips. None if they were not decoded, or if they are not kept and no
+            reward will read them.
         host_inputs: The inputs of the rewards outside JAX (`SampleScoring.select`). None if there
-            are no such rewards, or once they have the inputs.
+            are no such rewards, or once the inputs have been passed on to them.
         scores: The scores that are computed one chunk at a time inside JAX, by name.
     """
 
@@ -210,10 +213,10 @@ def prepare(
 ) -> PromptBatch:
     """Encodes prompts once, for any number of samples of each.
 
-    Embeddings come from the backbone's cache of prompts on disk if that has them; otherwise, or
-    without a cache, this loads the text encoders, leaves them loaded, and writes to the cache, if
-    there is one. With a cache, the first call may also read the weight files of the text encoders,
-    to hash them. Every process of a run must call it with the same arguments.
+    Embeddings come from the backbone's cache of prompts on disk if that has them. Otherwise this
+    loads the text encoders, leaves them loaded, and writes to the cache if there is one. With a
+    cache, the first call may also read the weight files of the text encoders, to hash them. Every
+    process of a run must call it with the same arguments.
 
     Args:
         backbone: The model, with its tokenizers, text encoders and cache of prompts.
@@ -226,8 +229,8 @@ def prepare(
 
     Returns:
         The prompts; their embeddings and that of the negative prompt, on every device; and the
-        arrays that the reward made of the prompts, as `Reward.prepare` returned them (None without
-        a reward).
+        arrays that the reward made from the prompts, as `Reward.prepare` returned them (None
+        without a reward).
 
     Raises:
         InputError: If the tokenizer fails or cannot make `max_tokens` tokens, if a file of a text
@@ -273,23 +276,25 @@ def generate(
         reward: Scores the images or the latents, inside JAX, in worker processes or both. None:
             nothing is scored, and images are decoded only with `keep_images`.
         keep_images: Whether the result has the images too; otherwise its `images` are None.
-        for_display: Whether the images are only shown. Then, of the rewards outside JAX, only those
-            are asked that mark an image as right or wrong (`HostRewards.select_strict`), rewards
-            inside JAX that compare candidates are not, and "reward" has only what is computed
-            inside JAX.
-        progress: Called for each chunk, when it has been queued on the devices, with its number of
-            samples, without padding. What it raises passes through. The default does nothing.
+        for_display: Whether the images are only shown to the user, so that costly scores can be
+            left out. If True, the only rewards outside JAX that are called are those that mark an
+            image as right or wrong (`HostRewards.select_strict`), and rewards that compare
+            candidates inside JAX are skipped. "reward" is then the weighted sum of the remaining
+            scores inside JAX; it is missing if none of these has a weight.
+        progress: Called once per chunk, after the chunk has been queued on the devices, with its
+            number of samples, not counting padding. An exception that it raises passes through. The
+            default does nothing.
 
     Returns:
         The samples, in the order of `seed_batch`: latents, scores by name (empty without a reward),
-        images if they are kept, the recorded states and the latents after the first segment if the
-        sampler keeps them, and the failures and costs of rewards outside JAX.
+        images if `keep_images` is set, recorded states and latents after the first segment if the
+        sampler asks for them, and the failures and costs of rewards outside JAX.
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop". With "skip",
             the scores of these samples are NaN, one line for each such reward goes to standard
-            error at the end, and the error comes once 32 calls of a reward in a row fail. It is a
-            RunError.
+            error at the end, and the error is raised only after 32 failed calls of a reward in a
+            row. It is a RunError.
         RunError: If there are rewards outside JAX and another process gives no answer.
         InputError: If the code of a reward inside JAX raises or returns no scores.
         ValueError: While tracing, if the network does not support the size of the latents, or has
@@ -334,8 +339,8 @@ def generate(
                         sampled, sampler.decoder, reward, prepared, index, scoring, keep_images
                     )
                 )
-            # Only now fetch the chunk before: one chunk runs ahead on the devices, and no more,
-            # because what is queued holds memory.
+            # The previous chunk is fetched only now, so that one chunk runs ahead on the devices.
+            # More are not queued, because queued chunks hold memory.
             if len(chunks) > 1:
                 chunks[-2] = _fetch_chunk(chunks[-2], scoring, groups, keep_images)
             progress(stop - start)
@@ -407,10 +412,10 @@ def _sample_parts(
 ) -> list[SampledChunk]:
     """Generates the samples `start` to `stop` of `seed_batch`, in parts that fit the devices.
 
-    A part is what the mesh samples at once: `sampler.samples_per_device` samples per device, where
-    the devices along the mesh axes `sequence` and `tensor` count as one because they work on the
-    same samples. For scoring, each of these devices has samples of its own, so as many parts are
-    scored together as the product of the sizes of these two axes. Every process must call it.
+    A part is the batch that the mesh samples at once: `sampler.samples_per_device` samples per
+    device. Devices along the mesh axes `sequence` and `tensor` work on the same samples and count
+    as one. For scoring, each of them has samples of its own, so several parts are scored together;
+    their number is the product of the sizes of these two axes. Every process must call it.
 
     Args:
         backbone: The networks, and the mesh that they sample on.
@@ -422,15 +427,15 @@ def _sample_parts(
             negative prompt.
         seed_batch: The samples to generate. Its noise is used if it has one.
         start: The index of the first sample in `seed_batch`.
-        stop: The index after the last sample, above `start`; at most as many samples as all parts
-            have.
+        stop: The index after the last sample, above `start`. There may be at most as many samples
+            as are scored together.
 
     Returns:
-        One tuple per part, as many as are scored together, float32 on the mesh: its latents; the
-        latents before the first recorded step and after each of them, or the two of the query step
-        (None if nothing is recorded); and the latents after the first segment (None if they are not
-        kept). A part with too few samples is filled up with copies of its first one, and a part
-        without any is the first part again.
+        One tuple for each part that is scored together, with float32 arrays on the mesh: the
+        clean latents; the recorded states, as `Samples.states` (None if nothing is recorded); and
+        the latents after the first segment (None if they are not kept). A part with too few samples
+        is filled up with copies of its first sample. In place of a part without samples, the first
+        part is returned again.
     """
     mesh = backbone.mesh
     samples_per_part = sampler.samples_per_device * sharding.row_groups(mesh)
@@ -499,12 +504,12 @@ def _score_chunk(
         prepared: The result of `reward.prepare`, on every device.
         index: The row of `prepared` of each sample.
         scoring: Selects the inputs of rewards outside JAX. None: there are none.
-        keep_images: Whether images are decoded even if the reward does not need them. If not, and
-            the reward reads the first frames of clips alone, no others are decoded.
+        keep_images: Whether images are decoded even if the reward does not need them, and clips
+            with all frames even if the reward reads only the first one.
 
     Returns:
-        The arrays of the chunk on the devices. It has its images only if they are kept, or may be
-        needed by rewards that compare candidates, so that others do not take memory.
+        The arrays of the chunk on the devices. To save memory, it has its images only if they are
+        kept or if there are rewards that compare candidates.
 
     Raises:
         InputError: If the code of a reward inside JAX raises or returns no scores.
@@ -534,8 +539,8 @@ def _fetch_chunk(
     groups: GroupScoring | None,
     keep_images: bool,
 ) -> _Chunk:
-    """Copies the arrays of a chunk to the host. Also hands its images to the rewards outside JAX,
-    and its images and latents to rewards that compare the candidates of a prompt.
+    """Copies the arrays of a chunk to the host. Also passes its images on to the rewards outside
+    JAX, and its images and latents to rewards inside JAX that compare the candidates of a prompt.
 
     Waits until the devices have computed the chunk. Every process of a run must call it.
 
@@ -545,7 +550,7 @@ def _fetch_chunk(
             `host_inputs`. None: there are none.
         groups: Collects samples for rewards inside JAX that compare candidates. None: there are
             none.
-        keep_images: Whether the result has the images of the chunk, if it has any.
+        keep_images: Whether the result has the images of the chunk. Otherwise they are dropped.
 
     Returns:
         The chunk with NumPy arrays and without `host_inputs`. Rows of padding are included.
@@ -584,13 +589,13 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
     """Draws the initial noise of each seed, divided over `data` and `fsdp` of the ambient mesh.
 
     Args:
-        seeds: The seeds: the two words of a key each.
+        seeds: The seeds, the two words of a key per row.
         shape: The shape of one latent, (height, width, channels) or (frames, height, width,
             channels); static.
 
     Returns:
-        Standard normal numbers [b, *shape], float32. Those of a seed depend on the seed alone, of
-        which they are the stream "initial".
+        Standard normal numbers [b, *shape], float32. Each row is drawn from the stream "initial" of
+        its own seed and depends on nothing else.
     """
     return sharding.split_rows(normal(seeds, "initial", shape))
 
@@ -621,14 +626,17 @@ def sample_chunk(
             All of them must add noise. 0 records nothing. Ignored with `query_steps`.
         keep_intermediate: Whether to return the latents after the first segment; static.
         query_steps: Consecutive steps, counted from 0 over all segments; static. One of them is
-            drawn for each sample from its seed (`draw_steps` draws the same ones again), and its
-            beginning is returned in place of recorded steps. None: none is drawn.
+            drawn for each sample from its seed (`draw_steps` draws the same ones again), and two
+            latents of that step are returned in place of recorded steps. None: none is drawn.
 
     Returns:
-        The clean latents; the latents before the first recorded step and after each recorded step,
-        or with `query_steps` the latents before the drawn step and the clean latents that are
-        predicted there, or None if nothing is recorded; and the latents after the first segment, or
-        None without `keep_intermediate`. All are float32.
+        A tuple of three float32 arrays:
+
+        * The clean latents.
+        * The recorded states: the latents before the first recorded step and after each recorded
+          step, or with `query_steps` the latents before the drawn step and the clean latents that
+          are predicted there. None if nothing is recorded.
+        * The latents after the first segment. None without `keep_intermediate`.
 
     Raises:
         ValueError: While tracing, if the network does not support the size of the latents, or has
@@ -676,7 +684,8 @@ def decode_chunk(
         decoder: The decoder of the pipeline with its parameters.
         latents: Clean latents. Their number is a multiple of the number of devices of the ambient
             mesh.
-        first_frame: Whether of clips only the first frame is decoded; static.
+        first_frame: Whether only the first frame of each clip is decoded; static. No effect on
+            images.
 
     Returns:
         The images [b, H, W, 3] or clips [b, T, H, W, 3] (T is 1 with `first_frame`), float32.

@@ -1,5 +1,5 @@
-"""Gradient checkpointing of the update: `model.gradient_checkpointing`, and its choice on
-"auto".
+"""Gradient checkpointing of the update: `model.gradient_checkpointing`, and how "auto" is
+resolved.
 """
 
 import math
@@ -39,9 +39,9 @@ def open_for_training(
     """Opens a pipeline with the gradient checkpointing that the configuration asks for.
 
     "auto" chooses "matmuls" (the results of matmuls are kept for the backward pass) if the base and
-    the kept values need at most 75 % of the memory of a device (`saved_residual_bytes`), and
-    otherwise "blocks" (only the inputs of blocks are kept). "auto" and sequence parallelism trace
-    the network, which takes seconds.
+    the kept values need at most 75 % of the memory of a device (`saved_residual_bytes`). Otherwise
+    it chooses "blocks" (only the inputs of blocks are kept). With "auto", and with sequence
+    parallelism, the network is traced, which takes seconds.
 
     Args:
         config: The configuration of the run. `model.gradient_checkpointing` is "none", "matmuls",
@@ -57,12 +57,13 @@ def open_for_training(
 
     Raises:
         InputError: If the model does not support a size of images in training or evaluation, or the
-            FP8 attention of `rollout.explore`; if `mesh.sequence` does not divide its tokens; and,
-            with "auto", if a pattern of the trained parameters matches none. Errors of
-            `open_pipeline` pass through.
+            FP8 attention of `rollout.explore`; if `mesh.sequence` does not divide its tokens or its
+            attention does not allow sequence parallelism; and, with "auto", if a pattern of the
+            trained parameters matches none or a LoRA target is not the kernel of a linear layer.
+            Errors of `open_pipeline` pass through.
     """
-    # "auto" is never "none": on a GPU, writing and reading what lies between two matmuls takes
-    # longer than computing it again.
+    # "auto" is never "none": on a GPU, writing and reading the values between two matmuls takes
+    # longer than computing them again.
     automatic = config.model.gradient_checkpointing == "auto"
     pipeline = open_pipeline("matmuls" if automatic else config.model.gradient_checkpointing)
     check_sizes(config, pipeline)
@@ -74,11 +75,12 @@ def open_for_training(
 
 
 def _check_tokens(config: Config, pipeline: Pipeline, mesh: Mesh) -> None:
-    """Checks that the tokens of all sizes of a run can be divided over devices, by tracing the
-    network, which takes seconds.
+    """Checks that the tokens of all image sizes of a run can be divided over devices.
+
+    The network is traced for each size, which takes seconds.
 
     Args:
-        config: The configuration of the run, whose sizes for training and evaluation are tried.
+        config: The configuration of the run, with the image sizes of training and evaluation.
         pipeline: The pipeline, without its weights.
         mesh: The mesh of the run, whose axis `sequence` divides the tokens.
 

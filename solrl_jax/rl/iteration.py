@@ -37,8 +37,8 @@ from solrl_jax.rl.state import TrainState
 from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.rl.update import PolicyBatch, update
 
-# (name of the running phase, its number of samples, number of further samples that are done). It is
-# called with 0 further samples when a phase starts, and may raise to stop the iteration.
+# (name of the running phase, its number of samples, number of samples done since the last call). It
+# is called with 0 as the last number when a phase starts, and may raise to stop the iteration.
 Progress = Callable[[str, int, int], None]
 
 
@@ -48,26 +48,25 @@ def no_progress(phase: str, total: int, done: int) -> None:
     Args:
         phase: The name of the running phase. Not read.
         total: The number of samples of the phase. Not read.
-        done: The number of further samples that are done. Not read.
+        done: The number of samples done since the last call. Not read.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class IterationResult:
-    """What an iteration returns beside the new state.
+    """The metrics and the ledger of an iteration, which `iterate` returns beside the new state.
 
     Attributes:
-        metrics: Figures of the iteration by name: of the update (`update`, e.g. "loss",
-            "loss/policy" and "grad_norm"), of the rewards (`reward_metrics`, e.g. "kept/reward"),
-            the wall times in seconds and the images per second (`PhaseTimer.report`, e.g.
-            "seconds/explore" and "images_per_second/explore"), "fidelity/level", the index of the
-            exploration setting, and "continued_steps", how many steps the regeneration took over
-            from exploration. Figures that are not defined are NaN.
-        ledger: The record of all candidates, by column: "prompt", "prompt_uid", "candidate",
-            "seed", "proxy_reward", "rank", "kept", "regenerated_reward" (None if nothing is
-            regenerated) and "advantage" have one entry per candidate, prompt by prompt;
-            "precision", "steps" and "policy_revision" are single values that hold for all
-            (`ledger_columns`).
+        metrics: Metrics by name, NaN where undefined. They are those of the update (`update`, e.g.
+            "loss", "loss/policy" and "grad_norm"); those of the rewards and the image size
+            (`reward_metrics`, e.g. "kept/reward"); wall times in seconds and images per second
+            (`PhaseTimer.report`, e.g. "seconds/explore"); "fidelity/level", the index of the
+            exploration setting; and "continued_steps", the number of steps that the regeneration
+            took over from exploration.
+        ledger: The record of all candidates, by column (`ledger_columns`): "prompt", "prompt_uid",
+            "candidate", "seed", "proxy_reward", "rank", "kept", "regenerated_reward" (None if
+            nothing is regenerated) and "advantage" have one entry per candidate, prompt by prompt.
+            "precision", "steps" and "policy_revision" are single values for all candidates.
     """
 
     metrics: dict[str, float]
@@ -81,14 +80,15 @@ class Selection:
     Attributes:
         prompts: The P prompts, one for each row of the arrays.
         seeds: The seed of each candidate, the two words of a threefry key.
-        proxy_rewards: The reward of each explored candidate; NaN where it has none.
+        proxy_rewards: The reward of each explored candidate; NaN if it could not be scored.
         ranking_values: The values by which the candidates were selected: `proxy_rewards`, or with
             `reward.combine=advantages` the weighted sums of their scores, each standardized within
-            its prompt. Not finite where a candidate has none.
-        chosen: The indices of the kept candidates of each prompt, ascending.
-        usable: For each prompt, bool [p], whether it is trained on: whether at least K of its
-            candidates have a finite value in `ranking_values`. If not, its row of `chosen` is the
-            padding 0 to K - 1.
+            its prompt. Not finite if a candidate could not be scored.
+        chosen: The indices of the kept candidates of each prompt, ascending, counted from 0 within
+            the prompt.
+        usable: For each prompt, bool [p], whether at least K of its candidates have a finite value
+            in `ranking_values`. Only usable prompts are trained on. For the others, the row of
+            `chosen` is the padding 0 to K - 1.
     """
 
     prompts: Sequence[Prompt]
@@ -100,8 +100,8 @@ class Selection:
 
     @property
     def kept_seeds(self) -> UInt32[np.ndarray, "p k 2"]:
-        """The seeds of the kept candidates, in the order of `chosen`, by ascending index; for a
-        prompt that is not usable (too few finite values), those of its first K candidates.
+        """The seeds of the kept candidates, in the order of `chosen`. A prompt that is not usable
+        has those of its first K candidates.
         """
         return np.take_along_axis(self.seeds, self.chosen[..., None], axis=1)
 
@@ -121,21 +121,22 @@ def iterate(
     rounding.
 
     The first iteration with an image size and a level may also sample from the base, for
-    exploration options that measure. Encoding the prompts may load text encoders and write to the
-    cache of prompts.
+    exploration options that take measurements. Encoding the prompts may load text encoders and
+    write to the cache of prompts.
 
     Args:
         experiment: The parts of the run that do not change.
         state: The state before the iteration. Its old policy generates the samples.
         iteration: The number of the iteration, from 1. It decides the prompts (each epoch takes
             them in a new random order), the seeds and the size of the images.
-        exploration_level: The index in `experiment.explorer.settings` of how candidates are
-            explored. 0 is as configured; larger ones are more faithful.
-        progress: Called with a phase ("explore", "regenerate", "targets" for objectives that train
-            on reward gradients, or "update"), its number of samples (all candidates, then the kept
-            ones) and the number of further samples that are done; with 0 when the phase starts (in
-            the last two, only then). What it raises ends the iteration. The default reports
-            nothing.
+        exploration_level: The index of the exploration setting in `experiment.explorer.settings`.
+            0 is the configured setting; larger ones are more faithful.
+        progress: Called with the name of a phase, its number of samples, and the number of samples
+            done since the last call. The phases are "explore" (with all candidates) and, with the
+            kept ones, "regenerate" (unless nothing is regenerated), "targets" (for objectives that
+            train on reward gradients) and "update". When a phase starts, the last number is 0;
+            "targets" and "update" are reported only then. An exception that it raises ends the
+            iteration. The default reports nothing.
 
     Returns:
         The new state, on the devices, and the metrics and the ledger of the iteration.
@@ -194,8 +195,8 @@ def iterate(
     chosen, usable = select(ranking, rollout.kept, rollout.selection, seed=(config.seed, iteration))
     selection = Selection(prompts, seeds, proxy, ranking, chosen, usable)
 
-    # Regenerate: generate the kept seeds again in the training precision with all steps, of which
-    # exploration may have taken the first ones already.
+    # Regenerate: generate the kept seeds again in the training precision with all steps, or with
+    # the remaining ones if exploration has already taken the first ones in that precision.
     timer.start("regenerate")
     places = chosen + rollout.candidates * np.arange(len(prompts))[:, None]
     if rollout.regenerate:
@@ -225,7 +226,7 @@ def iterate(
             experiment, prompt_batch, kept_samples, np.repeat(np.arange(len(prompts)), rollout.kept)
         )
 
-    # Compute the advantages, from the rewards of the samples that are trained on.
+    # Compute the advantages, from the rewards of the kept samples.
     timer.start("update")
     rewards = np.where(usable[:, None], kept_samples.reward.reshape(chosen.shape), np.nan)
     values = ranking_values(combine, kept_samples.scores, config.reward.weights, len(prompts))
@@ -269,29 +270,29 @@ def make_samplers(
 
     If the format of exploration quantizes, this allocates a quantized copy of the policy on the
     devices, which is freed with its sampler. The first call with a setting may also sample from the
-    base, for exploration options that measure. Every process of a run must call it.
+    base, for exploration options that take measurements. Every process of a run must call it.
 
     Args:
         experiment: The experiment of the iteration.
         old: The trainable parameters by path of the old policy, which both phases sample from.
         setting: The format and the number of steps of exploration. Its `option_set` is not read.
-        noise_start: Where both phases add noise, if `rollout.noise_level` is above 0: at
-            `rollout.sde_window_size` steps of the full schedule from step `noise_start` (counted
-            from 0) on; without a window size, at all from there on. The last step never adds noise.
-            With fewer steps, each step of exploration adds the noise of those that it covers.
+        noise_start: The first step of the full schedule at which both phases add noise, counted
+            from 0, if `rollout.noise_level` is above 0. `rollout.sde_window_size` steps from there
+            on add noise, or all if that is None, but never the last step. With fewer steps, each
+            step of exploration adds the noise of the full steps that it covers.
 
     Returns:
-        The sampler of exploration and that of regeneration, also if nothing is regenerated. The one
-        whose samples are trained on (that of exploration if nothing is regenerated) records the
-        states that the objective trains at. Where both phases have the same first steps in the
-        training precision (`continued_steps`), exploration keeps the latents after them, and the
-        regeneration has only the steps that follow. The caller must give it these latents as the
-        noise.
+        The sampler of exploration and that of regeneration, also if nothing is regenerated. The
+        sampler of the training samples (that of exploration if nothing is regenerated) records the
+        states that the objective trains at. If both phases have the same first steps in the
+        training precision (`continued_steps`), exploration keeps the latents after these steps, and
+        the sampler of regeneration has only the later ones. The caller must then pass the kept
+        latents to the regeneration as its noise.
 
     Raises:
         KeyError: If there is no such format, or the base has no parameter of a path in `old`.
         numpy.linalg.LinAlgError: If exploration options measure values that are not finite.
-        InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+        InputError, OSError, RunError: If the calibration prompts cannot be encoded
             (`Experiment.encode_prompts`).
     """
     config = experiment.config
@@ -322,28 +323,28 @@ def policy_batch(
     values: Float[np.ndarray, "p k"],
     advantage: Float[np.ndarray, "p k"],
 ) -> PolicyBatch:
-    """Puts the kept samples on every device, in the order in which they are trained on. Every
-    process of a run must call it.
+    """Puts the kept samples on every device, in their order for training. Every process of a run
+    must call it.
 
     For an objective that trains on pairs, the best sample of a prompt is followed by the worst, the
-    second best by the second worst, and so on; both get the seed of the better one, so that they
-    are noised in the same way.
+    second best by the second worst, and so on (`best_and_worst`). Both samples of a pair get the
+    seed of the better one, so that they are noised in the same way.
 
-    Without pairs, samples whose value or target is not finite have weight 0. With pairs, samples
-    without a finite value are left out, and so is the middle one of an odd number of others; in
-    their place come pairs that name one sample twice, of weight 0. Pairs whose two values are equal
-    up to rounding (4e-6 of the larger magnitude) have weight 0, too. All others have weight 1.
+    Samples have weight 1, or weight 0 if they do not count. Without pairs, a sample does not count
+    if its value or its target is not finite. With pairs, two kinds do not count: the padding pairs,
+    which name one sample twice and replace the samples that `best_and_worst` leaves out, and pairs
+    whose two values are equal up to rounding (4e-6 of the larger magnitude).
 
     Args:
-        experiment: `algorithm.trains_on` decides whether samples are paired,
-            `algorithm.adv_clip_max` is the scale that turns advantages into probabilities
-            (`advantages.optimality`), and the batch is placed on its mesh.
+        experiment: `algorithm.trains_on` of its configuration decides whether samples are paired,
+            and `algorithm.adv_clip_max` is the scale that turns advantages into probabilities
+            (`advantages.optimality`). The batch is placed on its mesh.
         prompt_batch: The encoded prompts, whose embeddings are part of the batch.
-        selection: The candidates and which of them are kept, which gives the seeds.
+        selection: The candidates and which of them are kept. It gives the seeds.
         samples: The kept samples, prompt by prompt, each prompt in the order of `selection.chosen`.
-        values: What orders the kept samples of a prompt, in the order of `selection.chosen`: their
-            rewards, or with `reward.combine=advantages` the weighted sums of their standardized
-            scores. NaN for prompts that are not usable.
+        values: The values that order the kept samples of a prompt, in the order of
+            `selection.chosen`: their rewards, or with `reward.combine=advantages` the weighted sums
+            of their standardized scores. NaN for prompts that are not usable.
         advantage: The advantages of these samples, in the shape of `values`.
 
     Returns:
@@ -395,13 +396,14 @@ def reward_metrics(
 
     Args:
         experiment: The experiment of the iteration, whose image size is reported. Its
-            `reward.combine` says what ranks the samples, and `rollout.regenerate` whether the kept
-            samples were generated anew.
+            configuration says how samples are ranked (`reward.combine`) and whether the kept
+            samples were regenerated (`rollout.regenerate`).
         selection: The candidates and which of them are kept.
         rewards: The rewards of the kept samples in the order of `selection.chosen`, NaN for prompts
             that are not usable.
-        values: What orders the kept samples, in the shape of `rewards`: the rewards themselves, or
-            with `reward.combine=advantages` the weighted sums of their standardized scores.
+        values: The values that order the kept samples, in the shape of `rewards`: the rewards
+            themselves, or with `reward.combine=advantages` the weighted sums of their standardized
+            scores. NaN for prompts that are not usable.
         kept: The kept samples, regenerated if the run regenerates, with their scores.
         explored: All explored candidates with their scores, prompt by prompt.
 
@@ -410,8 +412,8 @@ def reward_metrics(
 
         * "pool/SCORE", "kept/SCORE": The mean of each score ("reward" is the weighted sum) over all
           candidates, and over the samples in `kept` of usable prompts.
-        * "kept/spread": The largest minus the smallest of `rewards` of a prompt, mean over usable
-          prompts.
+        * "kept/spread": The largest minus the smallest reward in `rewards` of a prompt, mean over
+          usable prompts.
         * "size/height", "size/width": The size of the images in pixels; "size/frames": the number
           of frames, for clips.
         * "unusable_prompts": The number of prompts that are not usable. Their samples in `kept` are
@@ -419,19 +421,19 @@ def reward_metrics(
         * "nonfinite_targets": The number of samples in `kept` of usable prompts that are not
           trained on because the gradient of their reward is not finite. Only for objectives that
           train on reward gradients.
-        * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if they were
-          generated anew, of the samples in `kept` of usable prompts.
-        * "reward_failures/NAME": For each reward outside JAX, the number of images that it could
-          not score in exploration and regeneration together, also of unusable prompts; of clips,
-          each scored frame counts.
-        * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts what it costs, such as
+        * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if the kept
+          samples were regenerated, of the samples in `kept` of usable prompts.
+        * "reward_failures/NAME": For each reward outside JAX, the number of images (for rewards
+          that score frames of clips: of frames) that it could not score in exploration and
+          regeneration together, also of unusable prompts.
+        * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts its costs, such as
           requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
-        * "fidelity/spearman", "fidelity/kendall": The rank correlations, over the kept samples of a
-          prompt, between the values that their explored scores give them and `values`, mean over
-          usable prompts. Without regeneration both are the same, and the correlations are 1 where
-          they are defined.
+        * "fidelity/spearman", "fidelity/kendall": The rank correlations, within the kept samples of
+          a prompt, between their ranking values from exploration and `values`, mean over usable
+          prompts. Without regeneration the two are equal, so the correlations are 1 where they are
+          defined.
 
-        Means leave out values that are not finite, and are NaN without any.
+        Means leave out values that are not finite, and are NaN if no value is left.
     """
     proxy = selection.proxy_rewards
     explored_scores = {
@@ -473,7 +475,7 @@ def reward_metrics(
 
 
 def _finite_targets(targets: Mapping[str, Float[np.ndarray, "b ..."]]) -> Bool[np.ndarray, " b"]:
-    """Finds the samples all of whose targets are finite.
+    """Finds the samples whose targets are all finite.
 
     Args:
         targets: The latents that an objective made from the gradient of the reward, by name, with
@@ -513,8 +515,8 @@ def ledger_columns(
         (bool, False for all candidates of a prompt that is not usable), and "regenerated_reward"
         and "advantage", masked float32 arrays whose entries are masked where "kept" is False.
         Single values that hold for all: "precision" and "steps" of the exploration,
-        "policy_revision" (the iteration, whose sync made the policy that explored), and None for
-        "regenerated_reward" if nothing is regenerated.
+        "policy_revision" (the number of the iteration, since its sync made the exploring policy),
+        and None for "regenerated_reward" if nothing is regenerated.
     """
     proxy = selection.proxy_rewards
     chosen = selection.chosen

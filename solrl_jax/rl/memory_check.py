@@ -1,7 +1,9 @@
 """Refuses a run whose largest arrays cannot fit into memory, before the model's weights are loaded.
 
-The sizes are computed from shapes alone and are lower bounds: a run that is refused here cannot
-work. A run that passes may still not fit, which `solrl plan` finds out by compiling it. That takes
+The sizes are computed from shapes alone. They are lower bounds, so a refused run cannot work, with
+two exceptions: adapters are counted as if the mesh axes `fsdp` and `tensor` did not divide them,
+and a batch of clips is counted with all frames, even if only their first frames are ever decoded. A
+run that passes may still not fit; `solrl plan` finds that out by compiling it. Compiling takes
 minutes, so a run does not do it by itself.
 """
 
@@ -42,12 +44,12 @@ class _Request:
         field: The dotted name of the field, e.g. "lora.rank".
         value: The configured value of the field, a count.
         unit: The bytes per unit of the value.
-        size: Height and width in pixels, and of clips the number of frames, of the images whose
-            pixels or latents take the memory, for the message. None: it is not for images.
-        memory: The bytes of memory that there are, which must not be exceeded.
+        size: The size of the images or clips whose pixels or latents take the memory, for the
+            message: (height, width) in pixels, for clips also the number of frames. None: the
+            memory is not for images.
+        memory: The available bytes of memory.
         owner: Whose memory it is, for the message: "a host" or "a device".
-        saturates_at: The value from which on the memory does not grow. None: it grows with every
-            value.
+        saturates_at: The value beyond which the memory no longer grows. None: it always grows.
     """
 
     field: str
@@ -60,7 +62,7 @@ class _Request:
 
     @property
     def needed(self) -> int:
-        """The bytes that the value needs."""
+        """The bytes that the field needs with its configured value."""
         count = self.value if self.saturates_at is None else min(self.value, self.saturates_at)
         return count * self.unit
 
@@ -70,15 +72,15 @@ def check_memory(
 ) -> None:
     """Checks that none of the largest allocations of a run exceeds the memory for it.
 
-    All processes of a run must call it. What must fit, in float32:
+    All processes of a run must call it. Each of these arrays, in float32, must fit by itself:
 
-    * In the memory of the smallest host: the latents of all candidates of an iteration, twice where
+    * In the memory of the smallest host: the latents of all candidates of an iteration, twice if
       regeneration continues from the configured exploration (`continued_steps`); the latents of an
       evaluation; the images of its grid.
-    * In the memory of a device: the samples that are trained on, with their recorded states and
-      targets, which every device has; six copies of all adapters; one batch of images; of the
-      parameters that are trained in full, one copy, and six more divided over the mesh axes `fsdp`
-      and `tensor`.
+    * In the memory of a device: the kept samples with their recorded states and targets, which
+      every device has; six copies of all adapters; one batch of images; and seven copies of the
+      parameters that are trained in full, six of them divided over the mesh axes `fsdp` and
+      `tensor`.
 
     Args:
         config: The configuration of the run, whose counts, image sizes, adapter rank and mesh
@@ -90,8 +92,8 @@ def check_memory(
             (`parallel.sharding.row_groups`).
 
     Raises:
-        InputError: For the first of these that is too large. The message names the field, the bytes
-            and the memory, and the largest value that fits if the field is a count.
+        InputError: For the first of these arrays that is too large. The message names the field,
+            the bytes and the memory and, if the field is a count, its largest value that fits.
         RunError: If another process gives no answer.
     """
     shapes = flatten(pipeline.transformer.abstract_params("float32"))
@@ -132,23 +134,24 @@ def _requests(
 
     Args:
         config: The configuration of the run, which has the values of the fields and the image
-            sizes: the largest one for training, and that of evaluations.
+            sizes. For training, the largest of its image sizes counts.
         pipeline: Gives the shape of the latents of an image.
-        trained_paths: The paths of the trained parameters, of which the adapted ones decide the
-            bytes of `lora.rank`.
+        trained_paths: The paths of the trained parameters. Those with adapters decide the bytes per
+            unit of `lora.rank`.
         groups: The number of parts that a batch of samples is split into over the mesh.
         shapes: By path, arrays or `jax.ShapeDtypeStruct`s of the parameters.
         host: The bytes of physical memory of the smallest host.
         device: The bytes of memory of one device.
 
     Returns:
-        One request for each of these fields, in this order: `rollout.candidates` (latents of an
-        iteration, twice where regeneration continues from the configured exploration),
-        `eval.num_images_per_prompt` (latents of an evaluation) and `eval.num_grid_images` (images
-        of its grid), in the physical memory of a host; `rollout.kept` (the samples that are
-        trained on, with recorded states and targets), `lora.rank` (six copies of the adapters) and
-        `rollout.per_device_batch_size` (a batch of images, at most a device's share of the
-        candidates of an iteration), in the memory of a device. All arrays are float32.
+        One request for each of these fields, in this order. All arrays are float32.
+
+        * In the physical memory of a host: `rollout.candidates` (latents of an iteration, twice if
+          regeneration continues from the configured exploration), `eval.num_images_per_prompt`
+          (latents of an evaluation) and `eval.num_grid_images` (images of its grid).
+        * In the memory of a device: `rollout.kept` (the kept samples, with recorded states and
+          targets), `lora.rank` (six copies of the adapters) and `rollout.per_device_batch_size` (a
+          batch of images, at most a device's share of the candidates of an iteration).
     """
     rollout = config.rollout
     evaluation = config.eval
@@ -156,11 +159,11 @@ def _requests(
     evaluated_size = evaluation_size(config)
     device_info = DeviceInfo.from_jax(jax.local_devices()[0])
     format_name = resolve_format(rollout.explore.precision, device_info).name
-    # Where the regeneration continues from them, the latents in between are stored as well.
+    # If the regeneration continues from exploration, the intermediate latents are stored as well.
     query_steps = find_query_steps(config, pipeline, trained_size)
     continued = continued_steps(rollout, format_name, rollout.explore.num_steps, query_steps)
     latents_per_candidate = 2 if continued else 1
-    # Each sample that is trained on has clean latents; some objectives also need its states.
+    # Each kept sample has clean latents; some objectives also need its states.
     latents_per_sample = 1
     if config.algorithm.trains_on == "transitions":
         latents_per_sample += config.num_recorded_steps + 1
@@ -234,13 +237,13 @@ def _requests(
 
 
 def device_memory() -> int:
-    """Finds the memory of one device.
+    """Returns the memory of one device in bytes.
 
     With several hosts, every process must call it. Each looks at its first local device only.
 
     Returns:
-        The bytes that JAX's allocator may use on a device, free or not; on a CPU, the memory of the
-        machine. With several hosts, the smallest of all.
+        The bytes that JAX's allocator may use on a device, free or not. If JAX does not report
+        them, as on a CPU, the memory of the host. With several hosts, the smallest of all.
 
     Raises:
         RunError: If another process gives no answer.

@@ -6,13 +6,14 @@ sample. Each objective of the package is a file in `rl/objectives/`, has a line 
 `config.schema.OBJECTIVES` that says what it trains on, and a file with its settings in
 `configs/objective/`.
 
-An objective of your own is a function `my_module:loss`, named by `algorithm.objective`. What it
-trains on is an attribute of the function:
+An objective of your own is a function `my_module:loss`, named by `algorithm.objective`. Its
+attribute `trains_on` says which kind of samples it needs:
 
     def loss(velocities, target, algorithm): ...
     loss.trains_on = "pairs"      # or "samples", which is the default, or "transitions"
 
-One that trains on the gradient of the reward has a second function, which makes targets from it:
+An objective that trains on the gradient of the reward has a second function, which makes targets
+from that gradient:
 
     @reward_gradients(targets)
     def loss(velocities, target, algorithm): ...
@@ -38,9 +39,9 @@ PerSample: TypeAlias = Float[Array, " b"]
 # Clean latents -> the reward of each sample, and its gradient by these latents, float32. The reward
 # is the weighted sum of the scores of the decoded images. Each call decodes and scores them.
 RewardGradient: TypeAlias = Callable[[Latents], tuple[PerSample, Latents]]
-# (the gradient of the reward, the clean latents that the old policy predicts, the algorithm section
-# of the configuration) -> latents by name, one row per sample. It is called outside of jit, once
-# per chunk of samples.
+# (function for the gradient of the reward, clean latents that the old policy predicts, algorithm
+# section of the configuration) -> latents by name, one row per sample. It is called outside of jit,
+# once per chunk of samples.
 MakeTargets: TypeAlias = Callable[[RewardGradient, Latents, AlgorithmConfig], dict[str, Latents]]
 F = TypeVar("F", bound=Callable)
 # The smallest divisor of `self_weighted_error`.
@@ -53,14 +54,15 @@ class Velocities(NamedTuple):
     """The velocities `noise - x0` that three policies predict at the same latents, float32.
 
     Attributes:
-        trained: The prediction of the policy that is trained, the only one with a gradient.
+        trained: The prediction of the trained policy, the only one with a gradient.
         old: The prediction of the old policy, which generated the samples.
         reference: The prediction of the base model, without adapters or trained arrays. With
             `algorithm.kl_fraction` below 1 it is evaluated for some samples only; the others have a
             copy of `trained` without gradient.
-        reference_weight: The weight of each sample in the KL term, which keeps its mean unbiased:
-            where the reference was evaluated, the number of rows of this micro-batch divided by
-            that of its evaluated rows, else 0. None means 1 for all.
+        reference_weight: The weight of each sample in the KL term, which keeps its mean unbiased.
+            Samples for which the reference was evaluated have the number of rows of this
+            micro-batch divided by the number of its evaluated rows; the others have 0. None means 1
+            for all.
     """
 
     trained: Latents
@@ -72,8 +74,8 @@ class Velocities(NamedTuple):
 class Step(NamedTuple):
     """A recorded step of an SDE solver, a draw from the Gaussian N(a x + b x0_hat, std^2).
 
-    x is where the step started (`TrainingTarget.x`), and `x0_hat = x - sigma v` the clean latents
-    that a policy with velocity v predicts there. So each policy gives the step another mean.
+    The step started at x (`TrainingTarget.x`), where a policy with velocity v predicts the clean
+    latents `x0_hat = x - sigma v`. So each policy gives the step another mean.
 
     Attributes:
         after: The latents that the step ended at.
@@ -96,7 +98,7 @@ class TrainingTarget(NamedTuple):
     For an objective that trains on pairs, row 2 i is the better sample of a pair and row 2 i + 1
     the worse one, at the same noise and sigma. Samples of weight 0 do not count: padding, ties of a
     pair, and samples without a finite reward or target. Their clean and recorded latents and their
-    targets are replaced by zeros, of which `x` may still be a noised version.
+    targets are replaced by zeros. `x` is then zero, or `sigma noise` if the samples are noised.
 
     Attributes:
         x: The latents at which the velocities are predicted: the noised sample `(1 - sigma) x0 +
@@ -135,10 +137,9 @@ class Objective(Protocol):
         """Computes the loss.
 
         Args:
-            velocities: What the trained, the old and the reference policy predict at `target.x`,
-                float32.
-            target: The samples that are trained on: noised or recorded latents, sigmas and
-                optimalities.
+            velocities: The predictions of the trained, the old and the reference policy at
+                `target.x`, float32.
+            target: The training samples: noised or recorded latents, sigmas and optimalities.
             algorithm: The algorithm section of the configuration, which has the coefficients of the
                 losses, such as `beta`, `kl_coef` and `clip_range`.
 
@@ -153,7 +154,7 @@ class Objective(Protocol):
 def load_objective(name: str) -> Objective:
     """Loads an objective by its name in the configuration.
 
-    For `module:function`, this imports the module, from the working directory too. As a side
+    For `module:function`, this imports the module, which may be in the working directory. As a side
     effect, the working directory is appended to `sys.path`, unless it or "" is in it.
 
     Args:
@@ -162,15 +163,14 @@ def load_objective(name: str) -> Objective:
             `module:function`.
 
     Returns:
-        The function, to be called as an `Objective` is: (velocities, target, algorithm) -> (losses,
-        metrics). Whether it takes these arguments is not checked. Repeated calls return one and the
-        same function.
+        The function: (velocities, target, algorithm) -> (losses, metrics), as in `Objective`. Its
+        signature is not checked. Repeated calls return the same function.
 
     Raises:
         InputError: If importing the module of `module:function` raises any exception, the module
             has no such attribute, or the attribute is not callable.
-        ImportError: If the name has not the form `module:function` and is not that of a file in
-            `rl/objectives/`.
+        ImportError: If the name does not have the form `module:function` and there is no file of
+            that name in `rl/objectives/`.
     """
     if not is_plugin(name):
         return getattr(importlib.import_module(f"solrl_jax.rl.objectives.{name}"), name)
@@ -192,20 +192,20 @@ def load_objective(name: str) -> Objective:
 def reward_gradients(targets: MakeTargets) -> Callable[[F], F]:
     """Decorates an objective that trains on the gradient of the reward.
 
-    Each kept sample is trained at one state of its trajectory: the one whose noise level is nearest
-    to `algorithm.query_sigma`, or, unless `algorithm.last_steps` is None, the beginning of one of
-    that many last steps, drawn from the sample's seed. Before the update, `targets` makes latents
-    from the clean latents that the old policy predicts there. The update passes them to the
-    objective, without a gradient, as `target.targets`.
+    Each kept sample is trained at one state of its trajectory, the start of a solver step. If
+    `algorithm.last_steps` is None, it is the step that starts nearest to `algorithm.query_sigma`.
+    Otherwise it is one of that many last steps, drawn from the sample's seed. Before the update,
+    `targets` makes latents from the clean latents that the old policy predicts there. The update
+    passes them to the objective, without a gradient, as `target.targets`.
 
     Args:
-        targets: A function (gradient, anchor, algorithm) -> latents by name. `anchor` are the
+        targets: A function (gradient, anchor, algorithm) -> latents by name. `anchor` has the
             predicted clean latents, float32. `gradient` maps clean latents to the reward of each
-            sample and its gradient. Every call of `gradient` takes about four times as long as
-            decoding and scoring, so their number should not depend on the values of the latents:
-            plans count the calls by a trial with zeros. A sample is not trained on if a value of
-            its returned latents is not finite. The function is called outside of jit, once per
-            chunk of samples (`samples_per_call`; the last chunk has padding), and what it raises
+            sample and its gradient. A call of `gradient` takes about four times as long as decoding
+            and scoring. The number of calls should not depend on the values of the latents, because
+            plans count them in a trial with zeros. A sample is not trained on if a value of its
+            returned latents is not finite. The function is called outside of jit, once per chunk of
+            samples (`samples_per_call`; the last chunk has padding). An exception that it raises
             ends the iteration.
 
     Returns:
@@ -275,7 +275,7 @@ def distance_to_reference(velocities: Velocities) -> PerSample:
 
     Args:
         velocities: The velocities of the trained (v) and the reference policy (v_ref, which gets no
-            gradient), and the weights of the reference. The old policy plays no part.
+            gradient), and the weights of the reference. The old policy is not read.
 
     Returns:
         One value per sample, at least 0.
@@ -291,15 +291,15 @@ def add_reference_term(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Adds the KL term to a loss, and the metric "loss/kl" to its metrics.
 
-    With the weight 0, both are returned as they are. Nothing then reads `kl`, so XLA does not
+    If `kl_coef` is 0, both are returned unchanged. Nothing then reads `kl`, so XLA does not
     evaluate the reference policy, one of the three predictions of the update.
 
     Args:
         loss: One loss per sample, without the term.
         metrics: Metrics by name, with one value per sample.
         kl: One distance to the reference policy per sample: `distance_to_reference`, or the
-            divergence of a step that is made from it.
-        kl_coef: The weight of the term, `algorithm.kl_coef`, a number and no array.
+            `step_divergence` that is computed from it.
+        kl_coef: The weight of the term, `algorithm.kl_coef`, a Python number.
 
     Returns:
         The loss `loss + kl_coef kl`, and a new dict of the metrics with `kl` as "loss/kl".
@@ -331,7 +331,7 @@ def step_divergence(distance: PerSample, target: TrainingTarget) -> PerSample:
     b (x - sigma v)` differ by `b sigma` times the difference of their velocities.
 
     Args:
-        distance: `mean((v_1 - v_2)^2)`, the squared distance of the two velocities as the mean over
+        distance: `mean((v_1 - v_2)^2)`, the mean squared difference of the two velocities over
             dimensions: the result of `distance_to_reference` or `distance_to_old`.
         target: The recorded steps (`step`, with b and `std`) and their sigmas.
 
@@ -339,7 +339,7 @@ def step_divergence(distance: PerSample, target: TrainingTarget) -> PerSample:
         One value per sample, at least 0.
 
     Raises:
-        AssertionError: If `target.step` is None, that is, nothing was recorded.
+        AssertionError: If `target.step` is None, because nothing was recorded.
     """
     step = target.step
     assert step is not None
@@ -427,7 +427,7 @@ def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSam
         One log-ratio per sample, above 0 where the first policy makes the step more probable.
 
     Raises:
-        AssertionError: If `target.step` is None, that is, nothing was recorded.
+        AssertionError: If `target.step` is None, because nothing was recorded.
     """
     assert target.step is not None
     a = expand_like(target.step.a, target.x)
@@ -440,26 +440,27 @@ def log_ratio(velocity: Latents, old: Latents, target: TrainingTarget) -> PerSam
 def clipped_policy(
     log_r: PerSample, target: TrainingTarget, algorithm: AlgorithmConfig, scale: float
 ) -> tuple[PerSample, dict[str, PerSample]]:
-    """Computes the clipped loss of PPO (arXiv 1707.06347, eq. 7): `max(-A R, -A clip(R, 1 - c, 1 +
-    c))`.
+    """Computes the clipped loss of PPO (arXiv 1707.06347, eq. 7).
+
+        max(-A R, -A clip(R, 1 - c, 1 + c))
 
     Args:
         log_r: The natural logarithm of the probability ratio R of the trained to the old policy.
         target: Its optimality q gives the advantage `A = scale (2 q - 1)`.
-        algorithm: `clip_range` is c: the ratio is clipped to 1 - c to 1 + c.
-        scale: The advantage of a sample with q = 1, by which 2 q - 1 is multiplied.
+        algorithm: `clip_range` is c: the ratio is clipped to the range from 1 - c to 1 + c.
+        scale: The advantage of a sample with q = 1.
 
     Returns:
-        One loss per sample, and as metrics per sample the loss ("loss/policy"), the ratio R
-        ("ratio", without gradient and at most `MAX_RATIO`, 1e6), and 1 or 0 for whether R differs
-        from 1 by more than c ("ratio/clipped"). If R overflows to infinity, the loss is `-A (1 +
-        c)`, without a gradient, where A is at least 0; where A is below 0, the clip does not bound
-        the loss, which is then infinite.
+        One loss per sample, and metrics with one value per sample: "loss/policy" (the loss),
+        "ratio" (R without gradient, at most `MAX_RATIO`, 1e6) and "ratio/clipped" (1 if R differs
+        from 1 by more than c, else 0). If R overflows to infinity, the loss is `-A (1 + c)` without
+        a gradient where A is at least 0. Where A is below 0, the clip does not bound the loss, and
+        it is then infinite.
     """
     advantage = scale * (2 * target.optimality - 1)
     ratio = jax.lax.stop_gradient(jnp.exp(log_r))
     c = algorithm.clip_range
-    # Where the upper end of the clip decides, the ratio may have overflowed. It must not reach the
+    # Where the loss is clipped at 1 + c, the ratio may have overflowed. It must not reach the
     # gradient, where 0 * inf is NaN.
     capped = (advantage >= 0) & (ratio > 1 + c)
     bounded = jnp.exp(jnp.where(capped, 0.0, log_r))

@@ -16,8 +16,9 @@ class PhaseTimer:
     process registers a listener with JAX, which counts the seconds of all later compilations.
 
     Attributes:
-        seconds: The wall time in seconds of each phase that has ended, by name, in the order of
-            their ends. A name that is used again keeps its place and gets the later time.
+        seconds: The wall time in seconds of each phase that has ended, by name, in the order in
+            which the phases ended. A name that is used again keeps its place and gets the later
+            time.
     """
 
     def __init__(self) -> None:
@@ -34,8 +35,8 @@ class PhaseTimer:
         (`stop`).
 
         Args:
-            phase: The name of the phase, which is not empty. If an earlier phase had it, the time
-                of this one takes the place of its time.
+            phase: The name of the phase, which is not empty. If an earlier phase had the same name,
+                its time is replaced by that of this phase.
         """
         self.stop()
         self._annotation.enter_context(jax.profiler.TraceAnnotation(phase))
@@ -66,8 +67,8 @@ class PhaseTimer:
 
         Args:
             num_explored: The number of candidates (images or clips) that were explored.
-            num_regenerated: The number of samples that were regenerated. None if the explored
-                samples are trained on (`rollout.regenerate` is False).
+            num_regenerated: The number of samples that were regenerated. None if nothing was
+                regenerated (`rollout.regenerate` is False).
 
         Returns:
             Floats by name:
@@ -75,7 +76,7 @@ class PhaseTimer:
             * "seconds/PHASE": the wall time of each phase that has ended; "seconds": their sum. A
               running phase is left out and goes on.
             * "seconds/compile": the time of all compilations in this process since the timer was
-              made. It is part of the times of the phases, not beside them.
+              made. The times of the phases include it.
             * "images_per_second/explore" and, unless `num_regenerated` is None,
               "images_per_second/regenerate".
 
@@ -97,8 +98,8 @@ class PhaseTimer:
 def _compilations() -> list[float]:
     """Returns the seconds of every compilation in this process since the first call, in order.
 
-    The list is shared by all callers and grows: the first call registers a listener of JAX that
-    appends to it. Reading a program from JAX's compilation cache counts as a compilation.
+    All callers share the list, which keeps growing: the first call registers a listener with JAX
+    that appends to it. Reading a program from JAX's compilation cache counts as a compilation.
     """
     seconds: list[float] = []
 

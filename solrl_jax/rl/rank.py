@@ -44,16 +44,16 @@ COLUMNS = {
 class Pools:
     """The rewards of the same candidates, regenerated and explored in several ways.
 
-    With `reward.combine=advantages`, the weighted sums of their scores, each standardized within
-    its prompt, take the place of rewards.
+    With `reward.combine=advantages`, rewards are replaced by the weighted sums of the scores of a
+    candidate, each standardized within its prompt.
 
     Attributes:
         prompts: The text of each prompt, one for each row of the arrays.
         true: The rewards after regeneration, in the training precision with all steps: one row per
-            prompt, one column per candidate. NaN where a candidate has none.
-        proxies: By exploration setting (format, number of steps, set of options), the rewards of
-            the same candidates after exploration (`rollout.explore.reward`, if the run has it), in
-            the shape of `true`, NaN likewise.
+            prompt, one column per candidate. NaN if a candidate could not be scored.
+        proxies: The rewards of the same candidates after exploration, by exploration setting
+            (format, number of steps, set of options), each in the shape of `true` and with NaN in
+            the same case. They come from `rollout.explore.reward` if the run has it.
     """
 
     prompts: Sequence[str]
@@ -70,29 +70,28 @@ def sweep(
 ) -> list[ExplorationSetting]:
     """Lists every combination of exploration options, formats and numbers of steps.
 
-    Settings that are equal, such as those of "auto" and of the format that it stands for, are
-    listed once. Nothing is explored, but JAX's backend is started, since the device decides what
-    "auto" means.
+    Equal settings, such as those of "auto" and of the format that it stands for, are listed once.
+    Nothing is explored, but JAX's backend is started, since the device decides what "auto" means.
 
     Args:
-        config: The configuration of the run, whose `rollout.explore` has the exploration options,
-            the format and the number of steps that empty lists stand for. It is not changed.
+        config: The configuration of the run. Its `rollout.explore` has the default exploration
+            options, format and number of steps. It is not changed.
         explore: Names of sets of exploration options, files in `configs/explore/`, e.g. "paper" and
             "best". Empty: the exploration options of `config` alone.
-        formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4".
-            "auto" stands for the fastest one of this device. Empty: that of each set, or of
-            `config` without sets. Formats that quantize nothing are replaced by the name in
-            `rollout.precision`, such as "bf16", in which they run.
-        steps: Numbers of exploration steps, from 1 to 1000. Empty: as for `formats`.
+        formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4", or
+            "auto" for the fastest one of this device. Empty: the format of each set of options, or
+            that of `config` without sets. A format that quantizes nothing is replaced by
+            `rollout.precision`, such as "bf16", the precision in which it runs.
+        steps: Numbers of exploration steps, from 1 to 1000. Empty: the number of each set of
+            options, or that of `config` without sets.
 
     Returns:
-        The settings: all of the first set of options first, in it all of the first format first,
-        each in the order in which it is listed. Without `explore`, the `option_set` of a setting is
-        "".
+        The settings, in nested order: by set of options, then by format, then by number of steps,
+        each in the order of its argument. Without `explore`, the `option_set` of a setting is "".
 
     Raises:
-        InputError: If the name of a set is empty, a format is unknown, or a number of steps is no
-            integer from 1 to 1000.
+        InputError: If the name of a set is empty, a format is unknown, or a number of steps is not
+            an integer from 1 to 1000.
         ConfigError: If a set of options does not exist, or the configuration is not valid with one
             or with a number of steps, for example more than `rollout.num_steps`.
     """
@@ -113,7 +112,7 @@ def sweep(
             # Raises the error that a run with this number of steps would raise.
             override(chosen, (f"rollout.explore.num_steps={number}",))
         chosen_formats = [resolve_format(name, device) for name in formats or [default.precision]]
-        # What is not quantized runs in the training precision, whatever its name says.
+        # A format that does not quantize runs in the training precision, whatever its name.
         names = [
             config.rollout.precision if form.quantize is None else form.name
             for form in chosen_formats
@@ -136,25 +135,27 @@ def explore_and_regenerate(
 ) -> Pools:
     """Computes the rewards of the candidates of some test prompts, regenerated and explored.
 
-    All candidates are generated once by regeneration, and once per setting by exploration, each
-    from its same seed, which depends on `eval.seed` and not on the seed of the run. A window of
-    solver steps that add noise begins at step 0, as in the first iteration. Regenerated candidates
-    are scored by the run's reward, explored ones by `rollout.explore.reward` if the run has it.
+    All candidates are generated once by regeneration, and once per setting by exploration. A
+    candidate always has the same seed, which depends on `eval.seed` and not on the seed of the run.
+    A window of solver steps that add noise begins at step 0, as in the first iteration. Regenerated
+    candidates are scored by the run's reward, explored ones by `rollout.explore.reward` if the run
+    has it.
+
     Encoding the prompts may load text encoders and write to the cache of prompts. Exploration
-    options that measure on the base do so once per set of options. Every process of a run must call
-    it with the same arguments.
+    options that take measurements on the base do so once per set of options. Every process of a run
+    must call it with the same arguments.
 
     Args:
         experiment: The run, for images of its size. Each prompt has `rollout.candidates`
             candidates.
-        adapters: The trainable parameters by path of the policy that samples; an empty mapping
-            means the base.
-        prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
-            all.
+        adapters: The trainable parameters of the sampling policy by path; an empty mapping means
+            the base.
+        prompts: The number of test prompts, taken from the start of the set, at least 1. If the set
+            has fewer, all are taken.
         settings: How candidates are explored: format, steps and exploration options.
         progress: Called with the phase ("regenerate" or "explore"), the number of candidates of
-            all prompts, and the number of further candidates that are done, as they are generated;
-            with 0 when a phase starts, which "explore" does once per setting.
+            all prompts, and the number of candidates done since the last call. The last number is 0
+            when a phase starts. The phase "explore" starts once per setting.
 
     Returns:
         The texts of the prompts, the rewards after regeneration, and the rewards after exploration
@@ -163,9 +164,9 @@ def explore_and_regenerate(
     Raises:
         ConfigError: If the `option_set` of a setting does not exist, or the configuration is not
             valid with it.
-        InputError: If a quantization rule of such options matches no layer of the network, or all
-            layers are excluded; if the prompts cannot be encoded; or if the code of a reward inside
-            JAX raises or returns no scores.
+        InputError: If a quantization rule of an `option_set` matches no layer of the network, or
+            its rules leave none to a format that quantizes; if the prompts cannot be encoded; or if
+            the code of a reward inside JAX raises or returns no scores.
         KeyError: If the format of a setting is not in `quant.formats.FORMATS`.
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop", or with "skip"
             if 32 calls of it in a row fail. It is a RunError.
@@ -177,7 +178,7 @@ def explore_and_regenerate(
     prompt_batch, seed_batch = draw_candidates(experiment, prompts)
     regeneration = experiment.sampler("regenerate", adapters, experiment.config.rollout.num_steps)
     true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
-    # One explorer per set of options, so that it measures once what they need.
+    # One explorer per set of options, so that their measurements are taken once.
     explorers = {
         option_set: with_option_set(experiment, option_set).explorer
         for option_set in dict.fromkeys(setting.option_set for setting in settings)
@@ -205,8 +206,8 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
 
     Args:
         experiment: The run. Each prompt has `rollout.candidates` candidates.
-        prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
-            all.
+        prompts: The number of test prompts, taken from the start of the set, at least 1. If the set
+            has fewer, all are taken.
 
     Returns:
         The encoded prompts, prepared for the run's reward, and the candidates, prompt by prompt.
@@ -246,18 +247,18 @@ def pool_rewards(
     Args:
         experiment: The run, which has the networks, the rewards and the number of candidates per
             prompt.
-        sampler: The policy and the schedule that the candidates are sampled with. Its name is that
+        sampler: The policy and the schedule with which the candidates are sampled. Its name is that
             of the phase.
         prompt_batch: The prompts, from `draw_candidates`. With `explored`, they must have been
             prepared for that reward by `Experiment.prepare_for_ranking`.
         seed_batch: The candidates, from `draw_candidates`.
         progress: Called with the name of the sampler, the number of candidates, and the number of
-            further candidates that are done: with 0 at the start, then once per chunk.
-        explored: Which reward scores the candidates: False (the default), the one that is trained
-            on; True, `rollout.explore.reward`, or the one that is trained on if that is not set.
+            candidates done since the last call: 0 at the start, then once per chunk.
+        explored: Which reward scores the candidates. False: the training reward. True:
+            `rollout.explore.reward`, or the training reward if that is not set.
 
     Returns:
-        One row per prompt, one column per candidate. NaN where a candidate could not be scored.
+        One row per prompt, one column per candidate. NaN if a candidate could not be scored.
 
     Raises:
         RewardError: If a reward outside JAX fails and `reward.on_failure` is "stop", or with "skip"
@@ -299,8 +300,8 @@ def with_option_set(experiment: Experiment, option_set: str) -> Experiment:
 
     Raises:
         ConfigError: If there is no such file, or the configuration is not valid with it.
-        InputError: If its rules of quantization match no layer of the network, or leave none to a
-            format that quantizes.
+        InputError: If a quantization rule of the set matches no layer of the network, or its rules
+            leave none to a format that quantizes.
     """
     if not option_set:
         return experiment
@@ -317,13 +318,14 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
     Args:
         pools: The rewards of the candidates, regenerated (true) and explored (proxy).
         setting: The exploration setting to judge, a key of `pools.proxies`.
-        kept: How many candidates of each prompt a run keeps. The figures look at kept / 2 of them
-            (rounded down, at least 1) at each end.
+        kept: How many candidates of each prompt a run keeps. The figures consider the kept / 2
+            (rounded down, at least 1) best and worst candidates.
 
     Returns:
         A dict with the setting ("explore", which is its `option_set`, "precision", "steps"), the
-        counts "candidates" (per prompt), "kept", "top_k" (4) and "prompts", these means over
-        prompts, and "per_prompt", a list with the text ("prompt") and the figures of each prompt:
+        counts "candidates" (per prompt), "kept", "top_k" (4) and "prompts", and the following
+        figures as means over prompts. "per_prompt" is a list with one dict per prompt, which has
+        the text of the prompt ("prompt") and its own figures.
 
         * "spearman", "kendall": The rank correlations of proxy and true rewards.
         * "top_k_match": The fraction of the truly best 4 candidates (all, if fewer have a true
@@ -332,16 +334,16 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
           proxy.
         * "top_k_regret": The mean true reward of the truly best 4 minus that of the truly best 4
           among the kept / 2 best by proxy, as a fraction of the range (largest minus smallest) of
-          the prompt's true rewards. If these kept / 2 are fewer than 4, the smallest true reward of
-          the prompt counts for each that is missing.
+          the prompt's true rewards. If fewer than 4 of these kept / 2 have a true reward, the
+          smallest true reward of the prompt counts for each missing one.
         * "true_rank_best", "true_rank_worst": The mean true rank of the kept / 2 best and worst by
           proxy; rank 1 is the best.
-        * "perfect_rank_best", "perfect_rank_worst": What a perfect proxy has in place of the two
-          before. They are not in "per_prompt".
+        * "perfect_rank_best", "perfect_rank_worst": The two ranks above for a perfect proxy, if all
+          rewards are finite. They are not in "per_prompt".
 
         A candidate without a finite reward is left out of the order by that reward. A figure that
-        is not defined for a prompt is NaN there and left out of the mean, which is NaN if it is
-        defined for none.
+        is not defined for a prompt is NaN in its entry and left out of the mean. The mean is NaN if
+        the figure is defined for no prompt.
 
     Raises:
         KeyError: If `pools` does not have the setting.
@@ -385,13 +387,13 @@ def format_table(results: Sequence[dict[str, Any]], settings: Sequence[Explorati
 
     The table has a header, one line per setting, and a last line with the numbers of kept and of
     all candidates and the true ranks of a perfect proxy. If there is a single setting, one line per
-    prompt comes before its own. The columns are the figures that `summarize` has for each prompt,
-    from "spearman" to "true_rank_worst".
+    prompt precedes the line of the setting. The columns are the figures that `summarize` computes
+    for each prompt (`COLUMNS`).
 
     Args:
         results: The results of `summarize`, at least one.
-        settings: The setting of each result, in the order of `results`, which names its line. Names
-            and prompts are cut after 46 characters.
+        settings: The setting of each result, in the order of `results`. The names of the settings
+            label the lines. Names and prompts are cut after 46 characters.
 
     Returns:
         The lines, joined by line feeds.

@@ -1,11 +1,12 @@
 """The gradient of the reward with respect to clean latents, and the targets made from it.
 
 Decoder and reward networks are functions of JAX, so the gradient is one `jax.grad`. It is a program
-of its own between regeneration and update, so that its memory does not add to that of the update:
-a device differentiates up to four images (or tiles) at a time, of together at most `MAX_PIXELS`
-pixels, but at least one, or a clip in chunks of latent frames, and `network.IMAGES_PER_DEVICE`
-images of a reward network. The backward pass evaluates decoder and reward networks again, and the
-decoder of a clip in chunks twice.
+of its own between regeneration and update, so that its memory does not add to that of the update.
+
+To bound its memory, a device decodes up to four images (or tiles) at a time, which together have at
+most `MAX_PIXELS` pixels, but at least one. A clip with more pixels is decoded in chunks of latent
+frames. A reward network gets `network.IMAGES_PER_DEVICE` images at a time. The backward pass
+evaluates decoder and reward networks again, and the decoder of a clip in chunks twice.
 """
 
 import dataclasses
@@ -26,11 +27,11 @@ from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.generate import PromptBatch, Samples, place_samples
 from solrl_jax.rl.objective import load_objective, make_targets_of
 
-# The reward is multiplied by this before, and its gradient divided by it after the differentiation.
-# Without it, small gradients in reward networks would be lost in FP16.
+# The reward is multiplied by this before the differentiation, and its gradient divided by it after.
+# Otherwise, small gradients in reward networks would be lost in FP16.
 SCALE = 2.0**10
-# The most pixels that a device decodes at once for a gradient, which takes several times the memory
-# of decoding them: one image of 512 x 512.
+# The most pixels that a device decodes at once for a gradient: one image of 512 x 512. The gradient
+# takes several times the memory of decoding alone.
 MAX_PIXELS = 2**18
 
 
@@ -40,20 +41,20 @@ def add_targets(
     samples: Samples,
     prompt: Int[np.ndarray, " b"],
 ) -> Samples:
-    """Lets the objective make its targets, the latents that it trains on beside the samples, from
-    the gradient of the reward.
+    """Makes the objective's targets from the gradient of the reward. Targets are latents that the
+    objective trains on beside the samples.
 
-    The objective's function is called once per chunk of `samples_per_call` samples. Every sample is
-    decoded, scored and differentiated, for some objectives several times. Every process of a run
-    must call it with the same arguments.
+    The objective's `targets` function is called once per chunk of `samples_per_call` samples. Every
+    sample is decoded, scored and differentiated, for some objectives several times. Every process
+    of a run must call it with the same arguments.
 
     Args:
         experiment: Its objective makes the targets from the gradient of its reward. The reward must
             be scored inside JAX and compare no candidates.
         prompt_batch: The prompts that `prompt` points to, prepared for the reward.
-        samples: The samples, at least one. Their `states` [b, 2, ...], which must not be None, are
+        samples: The samples, at least one. Their `states` [b, 2, ...] must not be None. They are
             two latents per sample: the state before the query step and the clean latents that the
-            old policy predicted there. Only the second ones are read.
+            old policy predicted there. Only the clean latents are read.
         prompt: The index of the prompt of each sample in `prompt_batch`.
 
     Returns:
@@ -63,8 +64,8 @@ def add_targets(
 
     Raises:
         InputError: If the objective cannot be imported or has no function that makes targets, or if
-            the code of a reward raises or returns no scores. What the function raises passes
-            through.
+            the code of a reward raises or returns no scores. Other exceptions of the `targets`
+            function pass through.
     """
     config = experiment.config
     mesh = sharding.row_mesh(experiment.backbone.mesh)
@@ -96,15 +97,17 @@ def add_targets(
 
 
 def gradient_decoder(decoder: Decoder) -> Decoder:
-    """Returns a copy of the decoder for differentiation. A device decodes up to four images (or
-    tiles) at a time with it, as with any decoder, but of together at most `MAX_PIXELS` (2^18)
-    pixels; or one image, tile or latent frame of a clip if that has more.
+    """Returns a copy of the decoder for differentiation, which decodes fewer images at once.
+
+    As with any decoder, a device decodes up to four images (or tiles) at a time. With the copy,
+    they have together at most `MAX_PIXELS` (2^18) pixels. One image, tile or latent frame of a clip
+    is decoded even if it has more.
 
     Args:
         decoder: The decoder that images are scored with. Its tile size, if any, is kept.
 
     Returns:
-        The same decoder with the same parameters, which decodes the same images in smaller batches.
+        A decoder with the same parameters, which decodes the same images up to rounding.
     """
     return dataclasses.replace(decoder, max_pixels=MAX_PIXELS)
 
@@ -128,15 +131,15 @@ def reward_gradient(
         decoder: Decodes the latents. It is not used if the reward reads latents alone.
         params: The parameters of the reward: `reward.params`.
         latents: The clean latents, float32. The ambient mesh must have no sequence or tensor
-            parallelism (`sharding.row_mesh`), and its number of devices must divide that of the
-            latents.
+            parallelism (`sharding.row_mesh`), and the number of latents must be a multiple of its
+            number of devices.
         prepared: The pytree that `reward.prepare` returned, one row per prompt.
         index: For each sample, the row of its prompt in `prepared`.
 
     Returns:
         The rewards and their gradients, float32. Those of a sample do not depend on other samples.
-        Where the reward is not finite, the gradient is NaN. A decoded pixel beyond [0, 1] has no
-        gradient, since it is clipped.
+        Where the reward is not finite, the gradient is NaN. Decoded pixels beyond [0, 1] contribute
+        nothing to the gradient, since they are clipped.
 
     Raises:
         InputError: If the function `score` of a reward raises or returns no scores.
@@ -151,17 +154,17 @@ def reward_gradient(
         return SCALE * rewards.sum(), rewards
 
     gradient, rewards = jax.grad(total, has_aux=True)(latents)
-    # A score without a value is masked, which gives it a gradient of 0. The sample would stay among
-    # those that are trained on.
+    # A score that is not finite is masked, which gives it a gradient of 0. With that gradient the
+    # sample would be trained on.
     finite = jnp.isfinite(rewards).reshape(-1, *(1,) * (gradient.ndim - 1))
     return rewards, jnp.where(finite, gradient / SCALE, jnp.nan)
 
 
 def samples_per_call(config: Config, count: int, devices: int) -> int:
-    """Returns how many samples one call of `reward_gradient` has on all devices together.
+    """Returns how many samples one call of `reward_gradient` gets, on all devices together.
 
     Args:
-        config: The configuration, of which `rollout.per_device_batch_size` limits the number.
+        config: The configuration. Its `rollout.per_device_batch_size` limits the number.
         count: The number of all samples, at least 1.
         devices: The number of devices.
 
@@ -174,11 +177,11 @@ def samples_per_call(config: Config, count: int, devices: int) -> int:
 
 
 def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
-    """Returns the names of an objective's targets and the number of gradients that it takes, by
-    calling its `targets` once with a latent of zeros of shape [1, 1, 1, 1] and, in place of the
-    gradient of the reward, a function that returns the latents themselves as their gradient.
+    """Returns the names of an objective's targets and the number of gradients that it takes.
 
-    A user's objective, `module:function`, is imported for this.
+    The objective's `targets` function is called once, with latents of zeros of the shape [1, 1, 1,
+    1]. In place of the gradient of the reward, it gets a function that returns the latents
+    themselves as their gradient. A user's objective, `module:function`, is imported for this.
 
     Args:
         algorithm: The algorithm section of the configuration. Its objective must train on reward
@@ -189,8 +192,8 @@ def try_targets(algorithm: AlgorithmConfig) -> tuple[tuple[str, ...], int]:
         the gradient is taken for each sample.
 
     Raises:
-        InputError: If the objective cannot be imported, or has no function that makes targets. What
-            that function raises passes through.
+        InputError: If the objective cannot be imported, or has no function that makes targets.
+            Exceptions of that function pass through.
     """
     calls = 0
 

@@ -1,6 +1,6 @@
-"""`Sampler`: what a phase of an iteration samples with.
+"""`Sampler`: the policy, the schedule and the decoder of one sampling phase.
 
-Exploration, regeneration and evaluation are three values of this class.
+Exploration, regeneration and evaluation each have an instance of this class.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from solrl_jax.models.pipeline import Pipeline
 def make_schedule(
     rollout: Rollout, pipeline: Pipeline, size: Size, steps: int, noise_start: int | None
 ) -> Schedule:
-    """Makes the schedule (sigmas, solver and guidance) that is configured, with any number of
-    steps, for a model and a size.
+    """Makes the configured schedule (sigmas, solver and guidance), with any number of steps, for a
+    model and a size.
 
     Args:
         rollout: The configuration of the rollout.
@@ -27,17 +27,21 @@ def make_schedule(
         size: Height and width of the images in pixels, or of clips also the number of frames, from
             which some schedules derive their shift.
         steps: The number of solver steps, at least 1. The full schedule has `rollout.num_steps`.
-        noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
-            `rollout.sde_window_size` steps of the full schedule from step `noise_start` (counted
-            from 0) on; without a window size (None), at all steps from there on. The last step
-            never adds noise. None: no step does.
+        noise_start: The first step of the full schedule that adds noise, counted from 0, if
+            `rollout.noise_level` is above 0. `rollout.sde_window_size` steps from there on add
+            noise, or all if that is None, but never the last step. None: no step adds noise.
 
     Returns:
-        The schedule, as arrays on the host. In one with fewer steps than the full schedule, the
-        noise of a step is the sum of the noise that the same seed has on the full one between the
-        same sigmas, scaled to the noise level of the step. Where only a part of the step is to add
-        noise, this is `rollout.noise_level` times the square root of that part's share of the step
-        (in sigma). One with more steps draws other noise, and `noise_start` counts its own steps.
+        The schedule, as arrays on the host. If it has fewer steps than the full schedule, the noise
+        of a step is the sum of the noise that the same seed has on the full schedule between the
+        same sigmas, scaled to the noise level of the step. That level is `rollout.noise_level`
+        times the square root of the share of the step (in sigma) that the full steps selected by
+        `noise_start` cover. A schedule with more steps than the full one draws other noise, and
+        `noise_start` counts its own steps.
+
+    Raises:
+        ValueError: If the configured schedule or solver does not exist, or if the solver is
+            deterministic but a step is to add noise.
     """
     return Schedule.from_config(
         rollout,
@@ -53,7 +57,7 @@ def make_schedule(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A policy, and the consecutive solver steps of a trajectory that it takes.
+    """A policy, and the consecutive solver steps of a trajectory that are taken with it.
 
     A segment is a pytree: the arrays of the policy and the schedule are its leaves.
 
@@ -62,9 +66,9 @@ class Segment:
             replaced by an array that was trained in full, by a base weight with its LoRA adapter
             (`LowRank`), or by a quantized weight (`Quantized`).
         schedule: The solver steps: sigmas, timesteps, solver coefficients and guidance.
-        fp8_attention: Whether softmax attention runs in FP8. Models without it (SANA, Qwen-Image
-            and Z-Image) raise ValueError when the program is traced. Static: programs are compiled
-            for either value.
+        fp8_attention: Whether softmax attention runs in FP8. Models that do not support it (SANA,
+            Qwen-Image and Z-Image) raise ValueError when the program is traced. Static: each value
+            has a compiled program of its own.
     """
 
     policy: Params
@@ -80,21 +84,22 @@ class Sampler:
         name: The name of the phase as progress reports it, e.g. "explore", "regenerate" or
             "evaluate".
         segments: The solver steps from noise to clean latents, divided into consecutive segments
-            with a policy each. Nearly always there is one.
-        decoder: Decodes latents to images or clips, for rewards or to be kept.
+            with a policy each. Nearly always there is one segment.
+        decoder: Decodes latents to images or clips, for rewards or for the result.
         shape: Height, width and channels of one latent (`Pipeline.latent_shape`); of clips, the
             number of latent frames comes before them.
         samples_per_device: The number of samples that one device generates at once, at least 1;
             `generate` pads a batch with fewer. Devices along the mesh axes `sequence` and `tensor`
             work on the same samples and count as one.
-        recorded: How many steps that add noise are recorded, from the first such step on: the
-            latents before and after each are returned with the samples, to be trained on. 0 records
+        recorded: How many steps that add noise are recorded for training, from the first such step
+            on: the latents before and after each of them are returned with the samples. 0 records
             nothing.
         keep_intermediate: Whether the latents after the first segment are returned with the
             samples.
-        query_steps: Consecutive steps, counted from 0 over all segments, one of which is drawn for
-            each sample from its seed. The latents before it and the clean latents that are
-            predicted there are returned with the samples, to be trained on. None: there are none.
+        query_steps: Consecutive steps, counted from 0 over all segments. One of them is drawn for
+            each sample from its seed. The latents before this step and the clean latents that are
+            predicted there are returned with the samples, for training. `recorded` is then ignored.
+            None: no step is drawn.
     """
 
     name: str
@@ -107,17 +112,16 @@ class Sampler:
     query_steps: range | None = None
 
     def skip_steps(self, count: int) -> "Sampler":
-        """Returns the sampler of the steps after the first ones.
+        """Returns a sampler without the first steps.
 
-        It starts at the latents after the first steps, which the caller gives as the noise
+        It starts at the latents after the skipped steps, which the caller passes as the noise
         (`SeedBatch.noise`). Solvers that use earlier predictions start without any. `count` is
-        subtracted from `query_steps` (None stays None); apart from `segments`, all other fields
-        stay. So `recorded`, a number of steps, then counts from the first remaining step that
-        adds noise.
+        subtracted from `query_steps` (None stays None). Apart from `segments`, all other fields are
+        kept; `recorded` steps then start at the first remaining step that adds noise.
 
         Args:
-            count: The number of steps that are left out, at least 0, less than those of the first
-                segment, and not more than the first of `query_steps`. It is not checked.
+            count: The number of steps to skip, at least 0, less than the number of steps of the
+                first segment, and at most the first index in `query_steps`. It is not checked.
         """
         first, *others = self.segments
         first = dataclasses.replace(first, schedule=first.schedule.slice_steps(count))
@@ -137,6 +141,6 @@ def shift_steps(steps: range | None, shift: int) -> range | None:
 
     Args:
         steps: Consecutive steps. None gives None.
-        shift: What is added to each index. It may be negative.
+        shift: The number that is added to each index. It may be negative.
     """
     return None if steps is None else range(steps.start + shift, steps.stop + shift)

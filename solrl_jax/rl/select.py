@@ -32,18 +32,18 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
     """Pairs the samples of each prompt by reward: the best with the worst, the second best with the
     second worst, and so on.
 
-    Samples without a finite reward are left out, and so is the middle one of an odd number of
-    others. So that every prompt has the same number of pairs, n / 2 rounded down, missing ones are
-    filled up with padding: pairs whose better and worse sample are one and the same.
+    Samples without a finite reward are left out. If an odd number of samples remains, the middle
+    one is left out too. Every prompt has n / 2 pairs, rounded down; missing pairs are replaced by
+    padding, in which the better and the worse sample are the same.
 
     Args:
         rewards: One row of n rewards per prompt. If rewards are equal, the lower index counts as
             the better one.
 
     Returns:
-        Two arrays of indices into the flattened rewards: the better sample of each pair, and the
-        worse one. Pairs are ordered by prompt; those of a prompt from the most extreme one on, and
-        its padding last.
+        Two arrays of indices into the flattened rewards, with one entry per pair: the better sample
+        of the pair, and the worse one. The pairs come prompt by prompt. Within a prompt, the most
+        extreme pair comes first and padding last.
     """
     count = rewards.shape[1]
     order = np.argsort(rank_candidates(rewards), axis=1)  # non-finite rewards come last
@@ -70,20 +70,20 @@ def select(
             lower index as the better one.
         kept: How many candidates are kept per prompt, from 1 to their number. It must be even for
             "best_worst".
-        mode: "best_worst" keeps the kept/2 best and the kept/2 worst, "best" the best, "random" a
-            random choice, and "best_random" the kept/2 best (rounded down) and, up to `kept`, a
-            random choice of the remaining candidates.
+        mode: "best_worst" keeps the kept/2 best and the kept/2 worst, "best" the best, and "random"
+            a random choice. "best_random" keeps the kept/2 best (rounded down) and fills up the
+            rest with a random choice of the remaining candidates.
         seed: Non-negative integers that seed NumPy's generator for the random choices, which also
             depend on the row of the prompt. The other modes do not read it.
 
     Returns:
-        The indices of the kept candidates of each prompt among its own, ascending, and whether the
-        prompt is usable. A prompt with fewer than `kept` finite rewards is not usable; its indices
-        are the padding 0 to kept - 1.
+        For each prompt, the indices of its kept candidates, ascending and counted from 0 within the
+        prompt, and whether the prompt is usable. A prompt with fewer than `kept` finite rewards is
+        not usable; its indices are the padding 0 to kept - 1.
 
     Raises:
-        ValueError: If `mode` is another one, `rewards` does not have two axes, or `kept` is out of
-            range or odd where it must be even.
+        ValueError: If `mode` is none of these, `rewards` does not have two axes, or `kept` is out
+            of range or odd where it must be even.
     """
     n = rewards.shape[-1]
     if rewards.ndim != 2 or kept not in range(1, n + 1) or (kept % 2 and mode == "best_worst"):

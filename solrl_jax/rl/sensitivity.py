@@ -1,8 +1,9 @@
 """Measures how much quantizing each group of linear layers affects the ranking of candidates.
 
-A group is a module of the blocks, in all blocks together (`attn`, `ff`), or the linear layers
-outside of the blocks whose paths have the same first part. The error of a quantized matrix is a
-poor guide: the layers that embed the timestep have small errors, but they affect every token.
+A group is one module of the blocks (such as `attn` or `ff`), in all blocks together. Outside of the
+blocks, it is the linear layers whose paths have the same first part. The error of a quantized
+matrix is a poor guide: the layers that embed the timestep have small errors, but they affect every
+token.
 """
 
 import dataclasses
@@ -27,9 +28,10 @@ class Sensitivity:
     Attributes:
         group: The name of the group: a module of the blocks between slashes, such as "/attn/", or
             the first part of the path of any other layer, such as "proj_out/" (`group_of`).
-        linears: The number of linear layers in it. Each layer of a stack counts as one.
-        weight_share: The fraction of the weights of all linear layers that is in this group, in [0,
-            1]. It is the fraction of the multiplications if all layers are applied to every token.
+        linears: The number of linear layers in the group. Each layer of a stack counts as one.
+        weight_share: The number of weights in the group as a fraction of those of all linear
+            layers, in [0, 1]. It is also the fraction of the multiplications if all layers are
+            applied to every token.
         spearman: The rank correlation of explored and regenerated rewards with only this group
             quantized, mean over prompts. NaN if it is defined for no prompt.
     """
@@ -41,20 +43,23 @@ class Sensitivity:
 
 
 def group_of(path: str) -> str:
-    """Returns the group of a linear layer: the one part of its path that follows the blocks (or
-    their number or range, if they have one), or the first part if this does not end in "blocks".
+    """Returns the name of the group of a linear layer.
 
-    The name is a part of all paths of this group, so that it can stand in
-    `model.quantization.modules_to_not_convert`. Outside of the blocks it may also be a part of
-    other paths: "proj_out/" of FLUX.1 is in `single_transformer_blocks/proj_out/kernel`, too.
+    If the first part of the path ends in "blocks", it is the next part, not counting the number or
+    range of blocks. Otherwise it is the first part.
+
+    The name is a substring of all paths of the group, so that it can be used in
+    `model.quantization.modules_to_not_convert`. The name of a group outside of the blocks may also
+    occur in other paths: "proj_out/" of FLUX.1 is in `single_transformer_blocks/proj_out/kernel`,
+    too.
 
     Args:
         path: The path of the layer's kernel, parts joined by "/".
 
     Returns:
-        The name. "/attn/" for `transformer_blocks/attn/to_q/kernel` and for
-        `transformer_blocks/0-3/attn/to_q/kernel`. "proj_out/" for `proj_out/kernel`, and "layers/"
-        for all blocks of Z-Image in `layers`.
+        The name, with its slashes: "/attn/" for `transformer_blocks/attn/to_q/kernel` and
+        for `transformer_blocks/0-3/attn/to_q/kernel`, "proj_out/" for `proj_out/kernel`, and
+        "layers/" for all blocks of Z-Image in `layers`.
     """
     first, *others = path.split("/")
     if not first.endswith("blocks"):
@@ -69,29 +74,30 @@ def measure(
     """Measures the rank correlation of exploration with each group of linear layers quantized
     alone.
 
-    The `rollout.candidates` candidates of each of some test prompts are regenerated, explored with
-    nothing quantized, and explored once per group with the configured format, all without FP8
-    attention. Exploration options that measure on the base do so anew for each group. All
-    candidates are scored by the reward that is trained on, and their seeds depend on `eval.seed`.
-    Every linear layer is in a group, also those that the rules of `model.quantization` keep from
-    being quantized. Encoding the prompts may load text encoders and write to the cache of prompts.
-    Every process of a run must call it with the same arguments.
+    Each of some test prompts has `rollout.candidates` candidates. They are regenerated, explored
+    with nothing quantized, and explored once per group with the configured format, all without FP8
+    attention. All candidates are scored by the training reward, and their seeds depend on
+    `eval.seed`. Every linear layer is in a group, also those that the rules of `model.quantization`
+    exclude from quantization.
+
+    Exploration options that take measurements on the base do so anew for each group. Encoding the
+    prompts may load text encoders and write to the cache of prompts. Every process of a run must
+    call it with the same arguments.
 
     Args:
         experiment: The run, with the format, the number of steps and the options of
             `rollout.explore`. The format must quantize, which is not checked: otherwise all groups
             get the correlation without quantization. The run is not changed.
         adapters: The trainable parameters of the policy by path.
-        prompts: The number of test prompts, counted from the first, at least 1. If there are fewer,
-            all.
+        prompts: The number of test prompts, taken from the start of the set, at least 1. If the set
+            has fewer, all are taken.
         progress: Called with the phase ("regenerate" or "explore"), the number of candidates, and
-            the number of further candidates that are done; with 0 when a phase starts, which
-            "explore" does once with nothing quantized and once per group.
+            the number of candidates done since the last call. The last number is 0 when a phase
+            starts. The phase "explore" starts once with nothing quantized and once per group.
 
     Returns:
-        The mean Spearman correlation over prompts if nothing is quantized, and the results of all
-        groups (name, number of layers, share of the weights, correlation), in the order of the
-        sorted paths of their first layers.
+        The mean Spearman correlation over prompts with nothing quantized, and the results of all
+        groups, ordered by the path of the first layer in each group.
 
     Raises:
         RunError: If the correlation without quantization is defined for no prompt, for example
@@ -112,7 +118,7 @@ def measure(
     regeneration = experiment.sampler("regenerate", adapters, config.rollout.num_steps)
     true = pool_rewards(experiment, regeneration, prompt_batch, seed_batch, progress)
 
-    # FP8 attention would be charged to every group, but not to the exploration without quantization
+    # FP8 attention would affect the correlation of every group, but not that without quantization.
     explore = dataclasses.replace(config.rollout.explore, attention="default")
     rollout = dataclasses.replace(config.rollout, explore=explore)
     linear_layers_alone = dataclasses.replace(
@@ -120,7 +126,15 @@ def measure(
     )
 
     def correlation(paths: Sequence[str], precision: str) -> float:
-        """Returns the mean over prompts with only `paths` quantized; NaN if all rewards tie."""
+        """Explores and returns the mean Spearman correlation over prompts.
+
+        Args:
+            paths: The paths of the kernels to quantize.
+            precision: The exploration format, a key of `quant.formats.FORMATS`.
+
+        Returns:
+            The mean, NaN if the correlation is defined for no prompt.
+        """
         explorer = dataclasses.replace(linear_layers_alone, quantized=tuple(paths)).explorer
         sampler = explorer.sampler(adapters, ExplorationSetting(precision, steps))
         proxy = pool_rewards(experiment, sampler, prompt_batch, seed_batch, progress)
@@ -160,8 +174,8 @@ def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: floa
 
     The loss of a group is `exact` minus its own correlation, at least 0, and losses are assumed to
     add up. Groups with the smallest loss divided by `weight_share` are quantized first, as long as
-    the sum of their losses is at most `exact - floor`; a group that would exceed it is skipped, and
-    the next ones are still tried.
+    the sum of their losses is at most `exact - floor`. A group that would exceed this limit is left
+    unquantized, and the next groups are still tried.
 
     Args:
         exact: The Spearman correlation with nothing quantized.
@@ -173,7 +187,7 @@ def propose_unquantized(exact: float, groups: Sequence[Sensitivity], floor: floa
         The names of the groups that are not quantized, such as "/attn/" or "proj_out/", sorted: a
         value for `model.quantization.modules_to_not_convert`, with `min_width_ratio` 0.
     """
-    # An infinite loss sorts last and never fits, whereas a NaN has no place in an order.
+    # An infinite loss sorts last and never fits, whereas NaN cannot be sorted.
     loss = {
         g.group: np.inf if np.isnan(g.spearman) else max(exact - g.spearman, 0.0) for g in groups
     }
@@ -194,12 +208,12 @@ def format_table(exact: float, groups: Sequence[Sensitivity], skip: Sequence[str
     Args:
         exact: The Spearman correlation with nothing quantized.
         groups: The results of all groups, in the order of the lines.
-        skip: The groups that are proposed to stay in the training precision.
+        skip: The names of the groups that should stay in the training precision.
 
     Returns:
         The lines, joined by line feeds. The line of a group has its number of linear layers, its
-        share of the weights in percent and its Spearman correlation; the last line has
-        `skip` and `min_width_ratio=0` as overrides of the configuration.
+        share of the weights in percent and its Spearman correlation. The last line has `skip` and
+        `min_width_ratio=0` as overrides of the configuration.
     """
     lines = [f"{'nothing':<24}{'':>36}spearman {exact:.3f}"]
     for g in groups:

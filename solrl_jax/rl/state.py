@@ -1,4 +1,4 @@
-"""`TrainState`: everything that training changes. A checkpoint holds it."""
+"""`TrainState`: everything that training changes and that a checkpoint contains."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -56,15 +56,14 @@ def make_optimizer(config: Optimizer) -> optax.GradientTransformation:
     """Makes the optimizer: AdamW (arXiv 1711.05101) on gradients whose global norm is clipped.
 
     Args:
-        config: The optimizer section of the configuration. Gradients are scaled down to the global
-            norm `max_grad_norm` where theirs is larger. `beta1`, `beta2`, `eps` and `weight_decay`
-            are the constants of AdamW. The learning rate falls linearly from `learning_rate` to 0
-            over `decay_steps` optimizer steps and then stays 0, or is constant if `decay_steps` is
-            0. Weight decay applies to all trainable parameters.
+        config: The optimizer section of the configuration. If the global norm of the gradient
+            exceeds `max_grad_norm`, the gradient is scaled down to that norm. `beta1`, `beta2`,
+            `eps` and `weight_decay` are the constants of AdamW. The learning rate falls linearly
+            from `learning_rate` to 0 over `decay_steps` optimizer steps and then stays 0, or is
+            constant if `decay_steps` is 0. Weight decay applies to all trainable parameters.
 
     Returns:
-        The transformation of optax (`init` and `update`), whose updates are to be added to the
-        parameters.
+        The optax transformation. Its updates are to be added to the parameters.
     """
     rate = (
         optax.linear_schedule(config.learning_rate, 0.0, config.decay_steps)
@@ -84,11 +83,11 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
 
     Args:
         lora: The LoRA section of the configuration: `path` is a LoRA file or directory on disk, or
-            None; `rank` and `alpha` are those that the file must have; with `skip_text_encoders`,
+            None. The file must have the same `rank` and `alpha`. With `skip_text_encoders`,
             adapters of text encoders in the file are ignored, otherwise they are an error.
         adapted: The paths of the parameters that have an adapter in the run.
         table: The network's parameters with their names in released files
-            (`Backbone.parameter_table`), by which names in the LoRA file are turned into paths.
+            (`Backbone.parameter_table`), which map names in the LoRA file to paths.
 
     Returns:
         The adapters {"a": [..., in, rank], "b": [..., rank, out]} by path, float32. The file need
@@ -141,15 +140,16 @@ def init_state(
         base: The parameters of the base, a nested dictionary. Parameters that are trained in full
             start as copies of them.
         trained_paths: The paths of the parameters that are trained, with adapters and in full.
-        lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
-        optimizer: The optimizer section of the configuration, for which the state of the optimizer
-            is made.
-        mesh: The mesh that the state is placed on: arrays of fewer than 4096 elements on every
-            device, others divided over `fsdp` and, for the outputs of linear layers, `tensor`.
+        lora: The LoRA section of the configuration. Its `rank` is the rank of all adapters.
+        optimizer: The optimizer section of the configuration, for the state of the optimizer.
+        mesh: The mesh on which the state is placed (`sharding.parameter_sharding`). Arrays of fewer
+            than 4096 elements are on every device. Others are divided over `fsdp` and, for the
+            outputs of linear layers, `tensor`, as far as these sizes divide their axes.
         start: Adapters by path, from `read_start`, for all three policies. Other paths get initial
-            adapters (A Gaussian with the standard deviation 1 / rank, B zero), and so do unused
-            ranks of those in `start` (a column of A and a row of B that are both zero), which could
-            not be trained otherwise. None: all adapters are initial.
+            adapters: the factor A is drawn from a Gaussian with the standard deviation 1 / rank,
+            and the factor B is zero. Unused ranks of the adapters in `start` (a column of A and a
+            row of B that are both zero) are initialized likewise, because they could not be trained
+            otherwise. None: all adapters are initial.
 
     Returns:
         The state on the mesh with step 0. The three policies have separate buffers.
@@ -174,15 +174,15 @@ def abstract_state(
     Args:
         base: The parameters of the base, or their shapes.
         trained_paths: The paths of the parameters that are trained, with adapters and in full.
-        lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
-        optimizer: The optimizer section of the configuration, for which the state of the optimizer
-            is shaped.
+        lora: The LoRA section of the configuration. Its `rank` is the rank of all adapters.
+        optimizer: The optimizer section of the configuration, for the state of the optimizer.
         mesh: The mesh of the run.
 
     Returns:
         A `TrainState` with a `jax.ShapeDtypeStruct` in place of each array. Its sharding is that of
         `sharding.parameter_sharding`: arrays of fewer than 4096 elements are replicated, others
-        divided over `fsdp` and, for the outputs of linear layers, `tensor`.
+        divided over `fsdp` and, for the outputs of linear layers, `tensor`, as far as these sizes
+        divide their axes.
     """
     shapes = jax.eval_shape(
         lambda key, base: _fresh(key, base, trained_paths, lora, optimizer, {}),
@@ -211,14 +211,13 @@ def _fresh(
         base: The parameters of the base, a nested dictionary. Parameters that are trained in full
             start as copies of them.
         trained_paths: The paths of the parameters that are trained, with adapters and in full.
-        lora: The LoRA section of the configuration, of which `rank` is the rank of all adapters.
-        optimizer: The optimizer section of the configuration, for which the state of the optimizer
-            is made.
-        start: Adapters by path to start from. Other paths, and unused ranks of these, get initial
-            adapters (A random, B zero), which change nothing. May be empty.
+        lora: The LoRA section of the configuration. Its `rank` is the rank of all adapters.
+        optimizer: The optimizer section of the configuration, for the state of the optimizer.
+        start: Adapters by path to start from. Other paths, and unused ranks of these adapters, get
+            initial factors (A random, B zero), which do not change the policy. May be empty.
 
     Returns:
-        The state with step 0, whose three sets of parameters are equal but in dtype.
+        The state with step 0. Its three sets of parameters are equal except for their dtypes.
     """
     flat = flatten(base)
     adapters = init_adapters(key, base, trained_paths.adapted, lora.rank)
@@ -244,8 +243,8 @@ def _fresh(
 def _fill_unused_ranks(adapter: Adapter, fresh: Adapter) -> Adapter:
     """Replaces the unused ranks of an imported adapter by freshly initialized ones.
 
-    A rank is unused if its column of A and its row of B are both zero. No gradient would ever
-    move it. Layers that a file lacks have only such ranks.
+    A rank is unused if its column of A and its row of B are both zero. Its gradient is then always
+    zero. In a stack, layers that the file lacks have only unused ranks.
 
     Args:
         adapter: The imported adapter, with A [..., in, rank] and B [..., rank, out].

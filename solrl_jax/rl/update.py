@@ -54,7 +54,7 @@ Metrics: TypeAlias = dict[str, Float[Array, ""]]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PolicyBatch:
-    """The b kept samples of an iteration, and the p prompts that they were generated for.
+    """The b kept samples of an iteration, and the embeddings of their p prompts.
 
     All arrays are on every device. For an objective that trains on pairs, rows 2 i and 2 i + 1 are
     the better and the worse sample of pair i, with the same seed.
@@ -66,10 +66,10 @@ class PolicyBatch:
         prompt: The row of each sample's prompt in `conditioning`.
         seeds: The seeds that training noise and sigmas are drawn from: the two words of a key each.
         conditioning: The prompt embeddings. Every leaf has a leading axis of p prompts.
-        states: The recorded latents of each sample's trajectory, float32: before the first step
-            that adds noise and after each step that does; with `targets` just two, those before the
-            step that is trained at and the clean latents predicted there. None if the objective
-            trains on noised latents.
+        states: The recorded latents of each sample's trajectory, float32: those before the first
+            step that adds noise and after each step that does. With `targets` there are just two:
+            the latents before the step at which the sample is trained, and the clean latents
+            predicted there. None if the objective trains on noised latents.
         targets: The latents that the objective has made from the gradient of the reward, by name,
             float32. None if the objective does not train on reward gradients.
     """
@@ -86,7 +86,7 @@ class PolicyBatch:
 
 @dataclasses.dataclass(frozen=True)
 class _LossInputs:
-    """What the loss of a micro-batch needs beside the trained parameters.
+    """The inputs of the loss of a micro-batch beside the trained parameters.
 
     Attributes:
         backbone: The networks, which predict velocities, and the mesh.
@@ -96,13 +96,13 @@ class _LossInputs:
             them; alone they are the reference policy.
         old: The trainable parameters of the old policy, by path.
         batch: The kept samples of the iteration, with their prompts.
-        schedule: The schedule that the samples were generated on, whose sigmas and recorded steps
-            are trained at.
+        schedule: The schedule on which the samples were generated. Its sigmas and recorded steps
+            are used for training.
         objective: The function (`Velocities`, `TrainingTarget`, algorithm section) -> (losses,
             metrics), one value per sample of a micro-batch.
-        chosen: Where each of the b samples is trained: the indices of the steps of `schedule`, one
-            row per sample and one column ("slot") for each of the `config.num_train_sigmas` times
-            that it is trained.
+        chosen: The indices of the steps of `schedule` at which each of the b samples is trained,
+            with one row per sample. A sample is trained `config.num_train_sigmas` times, and each
+            time has one column ("slot").
     """
 
     backbone: Backbone
@@ -129,15 +129,19 @@ def update(
     updated after each optimizer step.
 
     Each sample is trained at `config.num_train_sigmas` sigmas of its schedule, drawn without
-    replacement from its seed: noised anew to that sigma, with noise from its seed, or (for
-    objectives that train on transitions) at the recorded step that starts there, where only steps
-    that add noise are drawn, or (for those that train on reward gradients) at the one recorded
-    state. Each such pair of a sample and a sigma is a term of the loss. The terms, first those at
-    the first drawn sigma of each sample, then those at the second, and so on, are divided in this
-    order among the optimizer steps, each of which minimizes the mean of its own, in micro-batches
-    of at most `optimizer.per_device_batch_size` terms. Terms of samples of weight 0 do not count,
-    and neither do those of a micro-batch whose loss or gradient is not finite: the mean is over the
-    other terms. Every process of a run must call it.
+    replacement from its seed. The objective decides how:
+
+    * By default, the sample is noised anew to the sigma, with noise from its seed.
+    * For objectives on transitions, the recorded step that starts at the sigma is used. Only steps
+      that add noise are drawn.
+    * For objectives on reward gradients, the one recorded state is used.
+
+    Each pair of a sample and a sigma is a term of the loss. The terms are ordered by slot: first
+    those at the first drawn sigma of each sample, then those at the second, and so on. In this
+    order they are divided equally among the optimizer steps. Each optimizer step minimizes the mean
+    of its terms, in micro-batches of at most `optimizer.per_device_batch_size` terms. The mean
+    leaves out terms of samples of weight 0, and those of a micro-batch whose loss or gradient is
+    not finite. Every process of a run must call it.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -146,21 +150,23 @@ def update(
         state: The state before the update. It is donated: its arrays are deleted.
         base: The parameters of the base transformer.
         batch: The kept samples, on every device.
-        schedule: The schedule that the samples were generated on: all steps of the regeneration.
-            Its sigmas are trained at.
+        schedule: The schedule on which the samples were generated, with all steps of the
+            regeneration. Its sigmas are used for training.
         objective: Overrides the configured objective; static. None: the one that
             `algorithm.objective` names. Pass the same function object every time, otherwise the
             update recompiles.
 
     Returns:
-        The new state, placed as the old one, and the metrics of the iteration as float32 scalars:
+        The new state, with the shardings of the old one, and the metrics of the iteration as
+        float32 scalars:
 
-        * "loss" and those of the objective by its names (e.g. "loss/policy"): means over the terms
-          of an optimizer step that count (0 if none does), mean over the optimizer steps.
+        * "loss" and the metrics of the objective by name (e.g. "loss/policy"): the mean over the
+          terms of an optimizer step that are not left out (0 if all are), averaged over the
+          optimizer steps.
         * "grad_norm": the norm of the gradient before clipping, mean over the optimizer steps.
         * "skipped_micro_batches": the number of micro-batches, in all optimizer steps, whose loss
           or gradient was not finite.
-        * "old_decay": the weight with which the old policy was kept (`old_decay`).
+        * "old_decay": the weight of the previous old policy in the new one (`old_decay`).
 
     Raises:
         InputError: While tracing, if an objective `module:function` cannot be imported.
@@ -186,7 +192,7 @@ def update(
     }
     decay = old_decay(jnp.asarray(state.step), config.algorithm.decay_type)
     state = dataclasses.replace(state, old=blend(state.old, state.adapters, decay))
-    # The same placement as that of the state before, so that the next iteration does not recompile.
+    # The shardings are those of the input state, so that the next iteration does not recompile.
     state = jax.lax.with_sharding_constraint(
         state, sharding.parameter_sharding(backbone.mesh, state)
     )
@@ -197,14 +203,14 @@ def _choose_steps(batch: PolicyBatch, schedule: Schedule, config: Config) -> Int
     """Draws the steps of the schedule at which each sample is trained, from its seed.
 
     Args:
-        batch: The kept samples. With `batch.targets`, each sample is trained at the one step that
-            the gradient of the reward was taken at, found again from its seed. Otherwise different
-            steps are drawn: with `batch.states` only steps that add noise, without it any steps.
-        schedule: The schedule that the samples were generated on.
-        config: `num_train_sigmas` is the number of steps per sample, which is 1 with
-            `batch.targets`; gradients of the reward are taken at one of the `algorithm.last_steps`
-            last steps, or if that is None at the step that starts nearest to
-            `algorithm.query_sigma`.
+        batch: The kept samples. With `batch.targets`, each sample is trained at the one step at
+            which the gradient of the reward was taken; it is drawn again from the seed. Otherwise
+            `num_train_sigmas` different steps are drawn: with `batch.states` only steps that add
+            noise, without it any steps.
+        schedule: The schedule on which the samples were generated.
+        config: `num_train_sigmas` is the number of steps per sample; with `batch.targets` it must
+            be 1. Gradients of the reward are taken at one of the `algorithm.last_steps` last steps
+            or, if that is None, at the step that starts nearest to `algorithm.query_sigma`.
 
     Returns:
         The indices of the steps of each sample, int32, one column per slot.
@@ -221,8 +227,9 @@ def _choose_steps(batch: PolicyBatch, schedule: Schedule, config: Config) -> Int
 
 
 def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
-    """Returns the weight d with which the old policy is kept after an iteration: `old = d old + (1
-    - d) trained`.
+    """Returns the weight d of the old policy in its update after an iteration.
+
+        old = d old + (1 - d) trained
 
     Args:
         step: The number of optimizer steps taken so far, t.
@@ -230,7 +237,7 @@ def old_decay(step: Int[Array, ""], decay_type: int) -> Float[Array, ""]:
             = 75 and then min(0.0075 (t - 75), 0.999); 3 gives min(0.001 t, 0.3).
 
     Returns:
-        The weight in [0, 1), float32. With 0 the old policy becomes the trained one.
+        The weight in [0, 1), float32. With 0, the trained policy replaces the old one.
 
     Raises:
         KeyError: If there is no such decay type.
@@ -244,11 +251,11 @@ def blend(kept: Trainable, new: Trainable, decay: Float[Array, ""]) -> Trainable
 
     Args:
         kept: The slowly moving parameters, float32 or BF16. The result has their dtypes.
-        new: The trained parameters, float32: a tree of the structure and the shapes of `kept`.
+        new: The trained parameters, float32: a tree with the structure and shapes of `kept`.
         decay: The weight of `kept`, in [0, 1].
 
     Returns:
-        The blended parameters, a new tree of that structure.
+        The blended parameters, a new tree with the structure, shapes and dtypes of `kept`.
     """
     return jax.tree.map(lambda k, n: (decay * k + (1 - decay) * n).astype(k.dtype), kept, new)
 
@@ -270,10 +277,11 @@ def _optimizer_step(
 
     Returns:
         The state after the step, whose old policy is unchanged, and the metrics of the step as
-        scalars: "loss" and those of the objective, as means over the terms of weight 1 that are in
-        no skipped micro-batch, "grad_norm" before clipping, and "skipped_micro_batches", the number
-        of micro-batches that contributed nothing. If there are no such terms, the gradient is 0,
-        and the step is taken all the same, with momentum and weight decay.
+        scalars: "loss" and those of the objective, as means over the terms of weight 1 outside of
+        skipped micro-batches; "grad_norm", the norm of the gradient before clipping; and
+        "skipped_micro_batches", the number of micro-batches whose loss or gradient was not finite.
+        If no term is left, the gradient is 0, but the step is still taken, with momentum and weight
+        decay.
     """
     config = problem.config
     batch = problem.batch
@@ -282,8 +290,8 @@ def _optimizer_step(
     loss = partial(_micro_batch_loss, problem, total=total)
     micro = min(config.optimizer.per_device_batch_size, len(terms))
     gradient, metrics = _accumulate(loss, state.adapters, terms, micro, problem.backbone.mesh)
-    # Terms of skipped micro-batches are left out of the mean, as samples of weight 0 are: they say
-    # nothing about the gradient of the others. Without any, the factor is exactly 1.
+    # The mean leaves out the terms of skipped micro-batches, as it does samples of weight 0. If no
+    # micro-batch was skipped, the factor is exactly 1.
     factor = total / jnp.maximum(metrics.pop(_USED), 1.0)
     gradient = jax.tree.map(lambda x: factor * x, gradient)
     metrics = {
@@ -314,29 +322,30 @@ def _accumulate(
     devices.
 
     A group is the devices along the mesh axes `sequence` and `tensor`, which share samples;
-    different groups take different micro-batches at the same time. The sums of gradients do not
-    depend on the order of their terms (`parallel.sums`), so the gradient does not depend on the
-    mesh; but along `sequence`, the gradient of a micro-batch is a plain sum over tokens. Metrics
-    are plain sums.
+    different groups take different micro-batches at the same time. The sums of gradients are
+    compensated (`parallel.sums`), so they almost never depend on the order of their terms or on the
+    mesh. Along `sequence`, however, the gradient of a micro-batch is a plain sum over tokens.
+    Metrics are plain sums.
 
-    The gradients of adapters are summed within each group, and only the sums are communicated. Sums
-    of whole arrays would take several times the memory of the network on each device, so they are
-    divided over the groups, each of which receives its part of the gradient of each micro-batch.
+    The gradients of adapters are summed within each group, and only the sums are communicated. For
+    arrays that are trained in full, such sums would take several times the memory of the network on
+    each device. They are therefore divided over the groups, and each group receives its part of the
+    gradient of each micro-batch.
 
     Args:
         loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch, as sums over its
             terms. `valid` is 0 for terms that pad the last micro-batches, else 1.
-        trainable: The trained parameters by path, by which the loss is differentiated.
+        trainable: The trained parameters by path. The loss is differentiated with respect to them.
         terms: The numbers of all terms of the optimizer step, which `loss` gets in parts.
         micro: The number of terms of one micro-batch.
         mesh: The mesh of the run, which must be the ambient one.
 
     Returns:
-        The gradient, in the structure and the shapes of `trainable`, and sums over all
+        The gradient, with the structure and shapes of `trainable`, and a dict of sums over all
         micro-batches: the metrics of `loss`, its value as "loss", and the number of micro-batches
         whose loss or gradient is not finite as "skipped_micro_batches". Such micro-batches add
-        nothing to the other sums. The gradient of adapters is on every device; that of arrays that
-        are trained in full is sharded as they are.
+        nothing to the other sums. The gradient of adapters is on every device. The gradient of
+        arrays that are trained in full is sharded like these arrays.
     """
     adapters, arrays = split_adapters(trainable)
     groups = sharding.row_groups(mesh)
@@ -355,8 +364,8 @@ def _accumulate(
             "skipped_micro_batches": 1.0 - finite
         }
 
-    # `spmd_axis_name` does not work with a `shard_map` that leaves axes to the partitioner, as
-    # sequence parallelism has. The partitioner then infers the sharding of the groups from inputs
+    # `spmd_axis_name` does not work with a `shard_map` that leaves axes to the partitioner, which
+    # sequence parallelism uses. The partitioner then infers the sharding of the groups from inputs
     # and sums.
     axes = sharding.AXES[:2] if mesh.shape[SEQUENCE] == 1 else None
     on_groups = jax.vmap(micro_batch, spmd_axis_name=axes)
@@ -381,9 +390,9 @@ def _accumulate(
 
 
 def _join_adapter_sum(total: Sum, adapters: dict[str, Adapter]) -> dict[str, Adapter]:
-    """Adds the sums that the groups of devices have made of the gradients of adapters.
+    """Adds up the gradients of adapters that were summed within each group of devices.
 
-    Each group of devices adds up the sums of all groups for its part of the numbers, and then
+    Each group of devices adds up the sums of all groups for one part of the elements, and then
     receives the other parts.
 
     Args:
@@ -408,7 +417,7 @@ def _join_array_sum(total: Sum, arrays: dict[str, Array], mesh: Mesh) -> dict[st
         mesh: The mesh of the run.
 
     Returns:
-        The gradients of the arrays by path, sharded as the arrays are.
+        The gradients of the arrays by path, sharded like the arrays.
     """
     gradients = jax.tree.map(_gather, total.value, arrays)
     return jax.lax.with_sharding_constraint(gradients, sharding.parameter_sharding(mesh, arrays))
@@ -418,26 +427,27 @@ def _gather(x: Float[Array, " padded_size"], like: Array) -> Array:
     """Gathers a flat array that is divided over the devices, on every device.
 
     Args:
-        x: The numbers of the result, and zeros that pad them.
-        like: An array of the shape of the result.
+        x: The flat elements of the result, padded with zeros at the end.
+        like: An array with the shape of the result. Its values are not read.
 
     Returns:
-        The numbers in that shape.
+        The elements in that shape.
     """
     return sharding.replicate(x)[: like.size].reshape(like.shape)
 
 
 def _divide_over_groups(tree: Any) -> Any:
-    """Flattens all axes of arrays but the first and reshards them: before, a group of devices has
-    one row; then it has some of the columns of all rows.
+    """Flattens all axes of arrays but the first, and reshards them from rows to columns.
+
+    Before, each group of devices has one row. After, each group has some columns of all rows.
 
     Args:
         tree: A tree of float arrays with one row per group of devices that share samples (the axes
             `data` and `fsdp` of the ambient mesh).
 
     Returns:
-        The tree with the flat rows, padded with zeros to a multiple of the number of groups. Every
-        device has all rows, and the columns are divided over the groups.
+        The tree with flat rows, whose length is padded with zeros to a multiple of the number of
+        groups. Every device has all rows, and the columns are divided over the groups.
     """
 
     def divide(x: Float[Array, " groups *shape"]) -> Float[Array, " groups padded_size"]:
@@ -456,16 +466,17 @@ def _micro_batch_loss(
     valid: Float[Array, " m"],
     total: Float[Array, ""],
 ) -> tuple[Float[Array, ""], Metrics]:
-    """Computes what one micro-batch adds to the mean loss over all terms of an optimizer step.
+    """Computes the contribution of one micro-batch to the mean loss over all terms of an optimizer
+    step.
 
     The three policies are evaluated at the same latents. If `algorithm.kl_fraction` is below 1, the
-    reference is evaluated only at that fraction of the terms (`reference_terms`), whose KL losses
-    weigh so much more that the mean is unbiased (`Velocities.reference_weight`). Terms of samples
-    of weight 0 and padding contribute 0, also to the gradient.
+    reference is evaluated only at that fraction of the terms (`reference_terms`). Their KL losses
+    get a larger weight, which keeps the mean unbiased (`Velocities.reference_weight`). Terms of
+    samples of weight 0 and padding contribute 0, also to the gradient.
 
     Args:
         problem: The samples, the policies and the objective.
-        adapters: The trained parameters by path, with which the trained policy is evaluated.
+        adapters: The parameters of the trained policy by path.
         terms: The numbers of the terms. With b samples, number t is sample t mod b at the step
             `problem.chosen[t mod b, t div b]` of the schedule.
         valid: 0 for terms that pad the micro-batch, else 1.
@@ -474,15 +485,15 @@ def _micro_batch_loss(
 
     Returns:
         The loss, and the metrics of the objective, each as the sum over the terms of the
-        micro-batch divided by `total`. Among the metrics is also the sum of the terms' weights, not
-        divided, by the name `_USED`.
+        micro-batch divided by `total`. The metrics also have the sum of the weights of the terms,
+        not divided, under the name `_USED`.
     """
     batch = problem.batch
     config = problem.config
     row = terms % len(batch.weight)
     slot = terms // len(batch.weight)
-    # Samples of weight 0 may hold anything, also NaN. They are zeroed before the loss, because the
-    # gradient of a `where` after it would be 0 * NaN.
+    # Samples of weight 0 may have any values, also NaN. They are zeroed before the loss. A `where`
+    # after the loss would not suffice, because its gradient would be 0 * NaN.
     weight = valid * batch.weight[row]
     counts = (weight > 0).reshape(-1, *(1,) * (batch.latents.ndim - 1))
     time, target = _target(
@@ -525,8 +536,8 @@ def reference_terms(
 
     Args:
         seeds: The seed of the sample of each term, the two words of a key.
-        slot: Which of the times that its sample is trained each term is, counted from 0. It gives
-            terms of one sample different random numbers.
+        slot: The slot of each term, counted from 0: the column of `_LossInputs.chosen`. It gives
+            the terms of one sample different random numbers.
         fraction: The fraction of the terms, in (0, 1]. n is `fraction * m` rounded up.
 
     Returns:
@@ -534,7 +545,7 @@ def reference_terms(
     """
     size = len(slot)
     count = math.ceil(round(fraction * size, 9))
-    # The place in the micro-batch tells apart terms that share a seed: pairs, and padding.
+    # The position in the micro-batch distinguishes terms that share a seed: pairs, and padding.
     number = slot * size + jnp.arange(size)
     return jnp.argsort(normal(seeds, "reference", (), number))[:count]
 
@@ -545,11 +556,11 @@ def _target(
     slot: Int[Array, " m"],
     clean: Callable[[Array], Array],
 ) -> tuple[Float[Array, " m"], TrainingTarget]:
-    """Makes the training targets of a micro-batch: samples that are noised anew, or their recorded
-    steps or states.
+    """Makes the training targets of a micro-batch from samples that are noised anew, or from their
+    recorded steps or states.
 
-    The noise of a term is drawn from the seed of its sample (stream "training") and depends on this
-    seed and on the slot alone.
+    The noise of a term is drawn from the stream "training" of its sample's seed. It depends on the
+    seed and the slot alone.
 
     Args:
         problem: The samples, their schedule, and the steps at which each sample is trained. If the
@@ -557,11 +568,11 @@ def _target(
             first state; otherwise the clean latents are noised.
         row: The index of the sample of each term.
         slot: The column of `problem.chosen` that has the step of each term.
-        clean: A function of latents, one row per term, that replaces those of padding and of
+        clean: A function of latents with one row per term. It replaces the rows of padding and of
             samples of weight 0, which may be NaN, by zeros.
 
     Returns:
-        The timestep in (0, 1000] that the network is given for each term, and the training target.
+        The timestep of each term for the network, in (0, 1000], and the training target.
     """
     batch = problem.batch
     schedule = problem.schedule

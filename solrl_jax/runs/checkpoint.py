@@ -14,8 +14,9 @@ on any other.
 The processes of a run share one file system, and each reads and writes the shards of its own
 devices. The first process verifies the files and tells the others which checkpoint to use.
 
-In an object store a checkpoint has the same files, and it counts once its manifest is there, which
-is written last and removed first. orbax reads no S3, so each process restores a copy on its disk.
+In an object store a checkpoint has the same files. Its manifest is written last and removed first,
+so a directory without a manifest does not count. orbax cannot read S3, so each process restores
+from a copy on its own disk.
 """
 
 import contextlib
@@ -43,8 +44,8 @@ from solrl_jax.storage.stores import RunPath, StorePath
 FORMAT = 1
 ARRAYS = "arrays"
 META = "meta.json"
-# Suffix of a checkpoint that is being replaced by one of the same iteration, until the new one has
-# its name. So there is a complete checkpoint at any instant.
+# Suffix of an old checkpoint while a new one of the same iteration takes its name, so that a
+# complete checkpoint exists at any instant.
 REPLACED = ".replaced"
 # Parameters that networks gained later. An older checkpoint lacks them, and they were 0 in its run.
 ADDED_PARAMETERS = re.compile(r"\['[^']*/lepe/bias'\]")
@@ -110,10 +111,10 @@ def iteration_of(path: RunPath) -> int | None:
 
 
 def iterate_intact(root: RunPath) -> Iterator[RunPath]:
-    """Yields the checkpoints in `root` that are intact as far as a quick check sees, newest first.
+    """Yields the checkpoints in `root` that pass a quick check, newest first.
 
-    The check compares the names and sizes of all files and, unless in an object store, the contents
-    of those of at most 1 MiB (`verify` with `contents=False`). Each checkpoint, also a
+    The check (`verify` with `contents=False`) compares the names and sizes of all files and, unless
+    in an object store, the contents of those of at most 1 MiB. Each checkpoint, also a
     `NNNNNN.replaced`, is checked when the iterator reaches it; one that fails is left out.
 
     Args:
@@ -168,9 +169,9 @@ def verify(path: RunPath, *, contents: bool = True) -> None:
             its copy.
 
     Raises:
-        CheckpointError: If files are missing, unknown, altered or cannot be read, if `meta.json`
-            has another number under "format" than `FORMAT`, or if the directory is named after
-            another iteration than the one it holds.
+        CheckpointError: If files are missing, unknown, altered or cannot be read, if `meta.json` is
+            not that of a checkpoint or its "format" is not `FORMAT`, or if the directory is named
+            after another iteration than the one it holds.
     """
     if isinstance(path, StorePath):
         reason = files.stored_damage(path)
@@ -230,7 +231,8 @@ def restore_latest(
         PATH: REASON" for each newer checkpoint that cannot be used. None if there is no checkpoint.
 
     Raises:
-        RunError: If there are checkpoints and none can be used, or if `root` cannot be read.
+        RunError: If there are checkpoints and none can be used, if `root` cannot be read, or if
+            another process gives no answer.
         InputError: If the metadata of the newest intact checkpoint differs from `expected`. Older
             ones are not tried then.
     """
@@ -245,22 +247,22 @@ def newest_usable(root: RunPath, use: Callable[[RunPath], T]) -> tuple[T, list[s
     """Calls a function with the checkpoints in `root`, newest first, until it succeeds.
 
     Every process of a run calls this, and all try the same checkpoints in the same order. A run
-    that saves meanwhile may remove the listed ones. So if all fail and `root` now lists others,
-    those are tried from the newest on, until the list stays the same.
+    that saves at the same time may remove the listed checkpoints. If all fail, `root` is therefore
+    listed again, and a changed list is tried from its newest checkpoint on.
 
     Args:
         root: The directory of checkpoints. It need not exist.
         use: Called with the path of a checkpoint, e.g. to restore it. If it raises CheckpointError,
-            the next older one is tried; any other error passes. It must succeed or fail in all
-            processes alike.
+            the next older one is tried; any other error propagates. It must succeed in all
+            processes, or raise CheckpointError in all of them.
 
     Returns:
         A tuple: the result of `use`, and one line "skipped checkpoint PATH: REASON" for each newer
         checkpoint that failed. None if there is no checkpoint.
 
     Raises:
-        RunError: If there are checkpoints and `use` raised CheckpointError for all of them, or if
-            `root` cannot be read.
+        RunError: If there are checkpoints and `use` raised CheckpointError for all of them, if
+            `root` cannot be read, or if another process gives no answer.
     """
 
     def list_names() -> list[str]:
@@ -325,18 +327,18 @@ def restore(
 def _local_copy(path: StorePath) -> Iterator[Path]:
     """A context manager that copies a checkpoint from an object store to a temporary directory.
 
-    Every process of a run calls this. The copy is removed at the end. In a CheckpointError or
-    InputError of the body, the path of the copy is replaced by that in the store.
+    Every process of a run calls this. The copy is removed at the end. If the body raises
+    CheckpointError or InputError, the message names the path in the store in place of the copy.
 
     Args:
         path: The directory of the checkpoint in the store.
 
     Yields:
-        The path of the copy. Its last part is that of `path`.
+        The path of the copy, whose last part is the name of `path`.
 
     Raises:
         CheckpointError: In all processes, if one of them could not copy it, or if the copy of a
-            process other than the first is damaged. The body verifies that of the first.
+            process other than the first is damaged. The body must verify the first process's copy.
     """
 
     def download(copy: Path) -> None:
@@ -399,9 +401,9 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
             on the first device of the process.
 
     Returns:
-        The state, with the structure and shardings of `abstract_state`. Empty arrays, and
-        parameters that were added later (`ADDED_PARAMETERS`) and that the checkpoint lacks, are not
-        read but filled with 0.
+        The state, with the structure and shardings of `abstract_state`. Two kinds of arrays are not
+        read but created here: empty ones, and zeros for parameters that were added later
+        (`ADDED_PARAMETERS`) and that the checkpoint lacks.
 
     Raises:
         CheckpointError: In all processes, if one of them cannot read its shards, or if the saved
@@ -540,9 +542,11 @@ def _read_header(path: RunPath) -> dict[str, Any]:
 def orbax() -> tuple[Any, Any]:
     """Imports `orbax.checkpoint` and `etils.epath` at the first call, because the import is slow.
 
-    From the first call on, the process drops what orbax logs at any level (through absl and
-    asyncio), because its failures are raised anyway. Also, `sys.unraisablehook` no longer shows
-    "Event loop is closed".
+    The first call also silences orbax, whose failures are raised anyway. From then on, the loggers
+    of absl and asyncio drop records that come from orbax's code or report an exception with orbax
+    in its traceback. An exception without a traceback (other than an OSError) is judged by its
+    message alone: its record is dropped if it reports a refusing disk (`files.disk_reason`). Also,
+    `sys.unraisablehook` no longer shows "Event loop is closed".
 
     Returns:
         The modules `orbax.checkpoint` and `etils.epath`, in this order.

@@ -62,8 +62,9 @@ def begin(
         meta: JSON values by name, without NaN and infinity. Those of the first process are saved.
         keep: The number of newest intact checkpoints that are kept afterwards; below 1, one is
             kept. None: no checkpoint is removed, and `best` has no effect.
-        best: The number of checkpoints with the highest "eval/reward" in the entry "evaluation" of
-            their `meta` that are kept beside them.
+        best: The number of checkpoints that are kept as well because they have the highest
+            "eval/reward" in the entry "evaluation" of their `meta`. One that is among the newest
+            counts for both.
 
     Returns:
         The second half, a function without arguments. Call it once, in any thread, before the next
@@ -72,8 +73,8 @@ def begin(
     Raises:
         RunError: If the disk refuses; both halves raise it. The message names the last checkpoint.
             Also if another process failed or gives no answer.
-        TypeError: If a leaf of the state is no jax array or a random key, or JSON cannot represent
-            `meta`.
+        TypeError: If a leaf of the state is a random key or not a jax array, or if JSON cannot
+            represent `meta`.
     """
     root = root.absolute()
     target = root / f"{iteration:06d}"
@@ -121,7 +122,7 @@ def meta_json(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str
 
     Args:
         iteration: The number of complete iterations.
-        arrays: The arrays of the state, by key path. Their shapes and dtypes are described.
+        arrays: The arrays of the state, by key path. Only their shapes and dtypes are written.
         meta: JSON values by name, which are saved with the state. NaN and infinity are written
             without an error, but such a checkpoint cannot be read (`checkpoint.meta_of`).
 
@@ -141,16 +142,16 @@ def start_writing_or_fail_later(
 ) -> tuple[Callable[[], None], Callable[[], None]]:
     """Calls `start_writing`, but puts off its error to the second half of the save.
 
-    When the second half reports the error, no process writes any more, so the first process can
-    clean up.
+    By the time the second half reports the error, no process is writing any more, so the first
+    process can clean up.
 
     Args:
         folder: The directory that `start_writing` writes to.
         arrays: The arrays to save, by key path.
 
     Returns:
-        The pair of functions of `start_writing` (wait until written, merge). If it failed, the
-        first raises its error and the second does nothing.
+        The pair of functions of `start_writing` (wait until written, merge). If `start_writing`
+        failed, the first function raises its error and the second does nothing.
     """
     try:
         return start_writing(folder, arrays)
@@ -168,9 +169,9 @@ def start_writing(
     Every process of a run calls this. When it returns, the arrays may be overwritten or donated.
 
     Args:
-        folder: An existing directory. Either all processes share one, which is empty; or each has
-            one of its own, with just an empty subdirectory `array_metadatas`, and before the merge
-            the caller copies the files of all into that of the first process.
+        folder: An existing directory. It may be an empty one that all processes share. Otherwise
+            each process has its own, which holds only an empty subdirectory `array_metadatas`, and
+            the caller copies all files to the first process's directory before the merge.
         arrays: The arrays to save, by key path. Empty ones are not written.
 
     Returns:
@@ -237,7 +238,7 @@ def named_arrays(state: Any) -> dict[str, jax.Array]:
         tree's leaves.
 
     Raises:
-        TypeError: If a leaf is no jax array, or one of an extended dtype such as a random key.
+        TypeError: If a leaf is not a jax array, or has an extended dtype, such as a random key.
     """
     arrays = {
         jax.tree_util.keystr(key): leaf for key, leaf in jax.tree_util.tree_leaves_with_path(state)
@@ -251,7 +252,7 @@ def named_arrays(state: Any) -> dict[str, jax.Array]:
 
 @contextlib.contextmanager
 def _removed_on_failure(temporary: Path) -> Iterator[None]:
-    """A context manager that removes a directory if its body raises, then raises the error again.
+    """A context manager that removes a directory if its body raises. The error propagates.
 
     Only the first process of the run removes it. Errors of the removal are ignored.
 

@@ -50,12 +50,13 @@ def read_target(
         preset: If `target` is a model: the name of the preset whose `model.path` it replaces. None:
             models are not accepted.
         trust: Whether a run directory may name reward functions, reward services and objectives
-            from outside the package, which run code that whoever wrote the directory chose. False:
-            only those are accepted that `overrides` name.
+            from outside the package. Such functions run code that the author of the directory
+            chose. False: only those that `overrides` name are accepted.
 
     Returns:
-        A tuple: the configuration with the overrides (of a run: without the `reward.options` of
-        rewards that they replaced), and the run directory as a path (None for a preset or a model).
+        A tuple: the configuration with the overrides, and the run directory as a path (None for a
+        preset or a model). For a run, the configuration lacks the `reward.options` of rewards that
+        the overrides replaced.
 
     Raises:
         InputError: If `target` is none of the three, or is a model while `preset` is None; if an
@@ -87,8 +88,8 @@ def _without_unused_options(saved: Config, config: Config) -> Config:
         config: The configuration `saved` with the overrides applied.
 
     Returns:
-        `config` without those options. Options that differ from those in `saved` stay, also for a
-        reward that is not used, which is refused when the rewards are opened.
+        `config` without those options. Options that differ from those in `saved` stay even if their
+        reward is not used; opening the rewards then raises an error.
     """
     used = _reward_names(config)
     options = {
@@ -103,8 +104,8 @@ def _reward_names(config: Config) -> list[str]:
     """Returns the names of all rewards of a configuration, sorted.
 
     Args:
-        config: The configuration. Scores of its rewards are named in `reward.weights` (trained on),
-            `reward.eval_only` (recorded only) and `rollout.explore.reward` (ranks candidates);
+        config: The configuration. The names are taken from the scores in `reward.weights` (trained
+            on), `reward.eval_only` (recorded only) and `rollout.explore.reward` (ranks candidates);
             "geneval/strict" is a score of the reward "geneval".
     """
     explored = config.rollout.explore.reward or {}
@@ -114,8 +115,8 @@ def _reward_names(config: Config) -> list[str]:
 def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None:
     """Checks that overrides did not change which parameters a run trains.
 
-    Compared are `train.parameters`, the attention of the model (`model.attention` and
-    `model.mhla_*`) and the section `lora`.
+    It compares the section `lora` and the settings in `_TRAINED`: `train.parameters` and those of
+    the model's attention.
 
     Args:
         target: The run directory, for the message.
@@ -143,8 +144,8 @@ def _refuse_foreign_rewards(
 
     Args:
         target: The run directory, for the message.
-        saved: The configuration that the run was trained with. What the overrides name is found by
-            applying them to it without its rewards.
+        saved: The configuration that the run was trained with. The overrides are applied to a copy
+            without its rewards, to find which rewards they name.
         config: The configuration `saved` with the overrides applied. All of its rewards are
             checked, and the values of `reward.options`.
         overrides: The user's overrides, of the form `key=value`.
@@ -179,10 +180,10 @@ def _refuse_foreign_objective(
 
     Args:
         target: The run directory, for the message.
-        saved: The configuration that the run was trained with. What the overrides name is found by
-            applying them to it without its objective.
-        config: The configuration `saved` with the overrides applied, of which `algorithm.objective`
-            is checked.
+        saved: The configuration that the run was trained with. The overrides are applied to a copy
+            without its objective, to find which one they name.
+        config: The configuration `saved` with the overrides applied. Its `algorithm.objective` is
+            checked.
         overrides: The user's overrides, of the form `key=value`.
 
     Raises:
@@ -232,7 +233,7 @@ def _foreign_names(config: Config) -> set[str]:
 
 
 def is_run(path: str | RunPath) -> bool:
-    """Whether a path is a run directory, which is one that holds a file `config.yaml`.
+    """Whether a path is a run directory, that is, a directory with a file `config.yaml`.
 
     Args:
         path: The path or the URL of a store. It need not exist.
@@ -270,18 +271,18 @@ def read_run(path: str | RunPath) -> Config:
 def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
     """Finds a checkpoint of a run by its description.
 
-    It is verified quickly: names and sizes of all files and, unless it is in an object store, the
-    contents of small ones. `load_ema` verifies everything. If there are several processes, each
-    must call it.
+    The checkpoint is verified quickly: names and sizes of all files and, unless it is in an object
+    store, the contents of those of at most 1 MiB. `load_ema` verifies everything. If there are
+    several processes, each must call it.
 
     Args:
         target: The run directory.
-        which: "latest", "best" (the highest "eval/reward"; of equal ones the newest) or the number
-            of an iteration.
+        which: "latest", "best" (the highest "eval/reward"; the newest one if several are equal) or
+            the number of an iteration, as text.
 
     Returns:
-        The directory of the checkpoint; for "latest" always None, with which `load_ema` loads the
-        newest intact one (that a run has one is checked here).
+        The directory of the checkpoint. None for "latest": `load_ema` then loads the newest intact
+        one. If `target` is a run, this function has checked that it has one.
 
     Raises:
         InputError: If `which` is none of the three; if the run has no such checkpoint (for "best",
@@ -390,8 +391,8 @@ def load_ema(
         Second, the iteration of the checkpoint.
 
     Raises:
-        RunError: If the checkpoint is damaged, or its arrays are not those that `config` trains, or
-            if all checkpoints are so.
+        RunError: If the checkpoint is damaged or has other arrays than `config` trains; without
+            `path`, if that is so for all checkpoints.
         InputError: If the run has no checkpoint, or its `config.yaml` cannot be read.
         ConfigError: If its `config.yaml` is invalid.
         ValueError: If a pattern in `train.parameters` or `lora.target_modules` matches no parameter

@@ -42,14 +42,14 @@ class Evaluation:
     Attributes:
         means: The mean of each score over all images with a finite value; NaN if there are none.
         errors: The standard error of each mean: the standard deviation of the finite values (with
-            divisor n) divided by the root of their number n. NaN if there are none.
+            divisor n) divided by the square root of their number n. NaN if there are none.
         scores: The score of each image, float [p, m], not finite where it failed.
         failed: For each reward outside JAX, by its name, the number of images that it could not
-            score, also 0; of clips, each scored frame counts.
+            score, which may be 0. For clips, each scored frame counts.
         usage: What the rewards outside JAX cost: the sum of each of their counters
-            (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests", and for rewards
-            with counters "REWARD/seconds_waited", the seconds that all hosts together waited for
-            them. Empty if nothing was counted.
+            (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests". Rewards with
+            counters also have "REWARD/seconds_waited", the seconds that all hosts together waited
+            for them. Empty if nothing was counted.
     """
 
     means: dict[str, float]
@@ -66,9 +66,9 @@ def evaluate(
 
     The images have the evaluation's size and number of steps, and the solver and guidance of the
     section `rollout`. They are generated in the training precision (`rollout.precision`), without
-    noise in the solver, and are not kept. Prompts that are not in the prompt cache are encoded, for
-    which the text encoders are loaded and stay loaded, and added to it. Every process of a run must
-    call it.
+    noise in the solver, and are not kept. Prompts that are not in the prompt cache are encoded and
+    added to it; this loads the text encoders, which stay loaded. Every process of a run must call
+    it.
 
     Args:
         experiment: The experiment, whose test prompts and section `eval` say what is generated:
@@ -81,8 +81,8 @@ def evaluate(
             devices. The numbers add up to all.
 
     Returns:
-        Means, standard errors and the score of each image, by the name of the score. Prompts are in
-        the order of the test prompts.
+        Means, standard errors and the score of each image, by the name of the score, with the
+        failures and costs of rewards outside JAX. Prompts are in the order of the test prompts.
 
     Raises:
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
@@ -140,8 +140,8 @@ def paired_difference(first: Evaluation, second: Evaluation) -> dict[str, tuple[
     """Compares two policies that were evaluated on the same prompts and noise.
 
     Scores are compared image by image, and the differences of a prompt's images are averaged. The
-    confidence interval is Student's over these means of prompts. Images without two finite scores
-    are left out, and so are prompts that have no other images.
+    confidence interval is Student's over these means of prompts. An image counts only if both of
+    its scores are finite, and a prompt only if at least one of its images counts.
 
     Args:
         first: The evaluation of one policy.
@@ -178,8 +178,8 @@ class ImageGrid:
         images: The images, float32 [p, m, height, width, 3], with values in [0, 1]; clips have an
             axis of frames before the height.
         accepted: Whether a verifier accepts each image, bool [p, m]: whether the first score named
-            ".../strict", such as "shapes/strict", is above 0.5 (NaN is not). None if there is no
-            score of such a name.
+            ".../strict", such as "shapes/strict", is above 0.5. NaN counts as not accepted. None if
+            there is no score of such a name.
     """
 
     prompts: Sequence[str]
@@ -221,14 +221,14 @@ class ImageGrid:
 def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     """Generates images of the first test prompts with a policy, up to four per prompt.
 
-    They have the size, the number of steps and the seeds of the evaluation, so they equal those
-    that `evaluate` scores, as far as it generates as many. They are scored, too, but no judge is
-    asked (`_generate`). Their prompts are encoded as by `evaluate`. Every process of a run must
+    They have the size, the number of steps and the seeds of the evaluation, so they equal the
+    images that `evaluate` scores for the same prompt and index. They are scored, too, but no judge
+    is asked (`_generate`). Their prompts are encoded as by `evaluate`. Every process of a run must
     call it.
 
     Args:
-        experiment: The experiment. `eval.num_grid_images` is the most images, at least 1: 10 gives
-            two prompts with four images each, 3 gives one prompt with three.
+        experiment: The experiment. `eval.num_grid_images` is the largest number of images, at least
+            1: 10 gives two prompts with four images each, 3 gives one prompt with three.
         adapters: The trainable parameters of the policy by path, e.g. `state.ema`.
 
     Returns:
@@ -373,9 +373,10 @@ def pool_images(
     run's seed, and encoded as by `evaluate`. Every process of a run must call it.
 
     Args:
-        experiment: The experiment. `eval.num_grid_images` is the most candidates in all, at least
-            1. Up to four per prompt (at most `rollout.kept`) are generated, of which half (rounded
-            down) are the worst, for as many of the first prompts as this number allows.
+        experiment: The experiment. `eval.num_grid_images` is the largest number of candidates in
+            all, at least 1. Up to four per prompt (at most `rollout.kept`) are generated, for as
+            many of the first prompts as this number allows. Of each prompt's candidates, half,
+            rounded down, are the worst.
         old: The trainable parameters by path that the iteration generated with (`TrainState.old`
             before its update).
         exploration: The precision and number of steps that the iteration explored with.
@@ -451,13 +452,13 @@ def _best_and_worst_kept(
             candidates of the prompt, 0 is the best) and "kept" (bool) are read. Both have one entry
             per candidate, prompt by prompt.
         num_prompts: The number p of prompts of the iteration.
-        kept: The number of kept candidates of a prompt, unless nothing of it was kept.
+        kept: The number of kept candidates of each prompt that has any.
         count: The number m of candidates to return per prompt, at most `kept`.
 
     Returns:
-        Indices of candidates within their prompt, int [p, m]: the m - m // 2 best and then the m //
-        2 worst, by ascending rank. If nothing of a prompt was kept, its `kept` best candidates
-        count as kept.
+        Indices of candidates within their prompt, int [p, m], by ascending rank: first the
+        m - m // 2 best, then the m // 2 worst. If nothing of a prompt was kept, its `kept` best
+        candidates count as kept.
     """
     rank = np.asarray(ledger["rank"]).reshape(num_prompts, -1)
     is_kept = np.asarray(ledger["kept"]).reshape(num_prompts, -1)
@@ -539,9 +540,11 @@ def _generate(
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
         progress: Called with the number of images of each batch when it has been queued on the
             devices.
-        for_display: True: the images are returned, and rewards outside JAX are asked only if they
-            have a score ".../strict", so that no judge is asked and paid; scores of the others, and
-            of rewards that compare candidates, are missing. False: `Samples.images` is None.
+        for_display: True: the images are returned. Rewards outside JAX are then called only if they
+            have a score ".../strict", so that no judge is asked and paid. The scores of the others,
+            and of rewards inside JAX that compare candidates, are missing. "reward" is the weighted
+            sum of the scores of all other rewards inside JAX, and is missing if none of these has a
+            weight. False: all rewards are called, and `Samples.images` is None.
 
     Returns:
         The p * m samples with their scores by name, prompt by prompt.

@@ -82,7 +82,7 @@ class Request:
         true_cfg_scale: The scale of classifier-free guidance for models that embed
             `guidance_scale`, at least 0; others accept only 1. None: the run's, or 1.
         negative_prompt: The negative prompt of classifier-free guidance, one for all images, of at
-            most 20,000 characters. Any but "" needs classifier-free guidance above 1.
+            most 20,000 characters. Unless it is "", the scale of this guidance must be above 1.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: Height and width in pixels, each 1 to 16,384; for video models, the number of
             frames may follow. None: that of `latents`, or of the run's evaluation, or the model's
@@ -207,9 +207,9 @@ def generate_images(
     released when the function returns. A run generates with the EMA policy of `request.checkpoint`,
     and reads and extends its prompt cache, if it has one. The newest revision of a hub repository
     is downloaded, weights included, unless it is in the hub's cache; offline, the newest one in the
-    cache is used. The noise of an image depends on `request.seed`, its prompt and how often this
-    prompt came before, not on the other prompts. If there are several processes, each must call it
-    with an equal request.
+    cache is used. Without `request.latents`, the noise of an image depends on `request.seed`, its
+    prompt and how often this prompt came before, not on the other prompts. If there are several
+    processes, each must call it with an equal request.
 
     Args:
         request: The checked arguments of `api.generate`.
@@ -337,7 +337,8 @@ def _channels_last(latents: Any, count: int, has_frames: bool) -> Float[np.ndarr
         first if they are on another device.
 
     Raises:
-        InputError: If it is no float32 array with four axes (five for clips), or N is not `count`.
+        InputError: If `latents` is not a float32 array with four axes (five for clips), if N is not
+            `count`, or if NumPy cannot convert it (e.g. a tensor on a GPU).
     """
     axes = "N, C, t, h, w" if has_frames else "N, C, h, w"
     expected = f"expected float32 [{axes}] with N = {count}, the number of prompts"
@@ -441,8 +442,8 @@ def build_schedule(
 
     Args:
         request: The arguments of the user, of which the number of steps, the guidance scales and
-            the negative prompt are used. A None among them is the run's setting or, for a model
-            directory, 10 steps and scales of 1.
+            the negative prompt are used. None stands for the run's setting or, for a model
+            directory, for 10 steps and scales of 1.
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model. It says whether guidance is embedded, and has the scheduler of a model
             directory.
@@ -545,9 +546,9 @@ def _load_backbone(
             one is None, that of the run is used, or none.
         config: The configuration of the run, whose prompt cache and precision of the decoder are
             used. None: a model directory, which has no prompt cache and whose autoencoder computes
-            in the dtype that it needs (`Pipeline.vae_dtype`), or if it needs none in `precision`.
-        pipeline: The opened model, whose weights are loaded; those of text encoders only when a
-            prompt is encoded that is not in the cache.
+            in its required dtype (`Pipeline.vae_dtype`) or, if that is None, in `precision`.
+        pipeline: The opened model, whose weights are loaded. The text encoders are loaded later,
+            when a prompt that is not in the cache is encoded.
         precision: The dtype of the transformer and the text encoders: "bf16" (also if the caller
             quantizes the transformer afterwards) or "fp32".
 

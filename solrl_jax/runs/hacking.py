@@ -13,15 +13,15 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
 
     There are two kinds of warning, and a score gets at most one of them:
 
-    * it has fallen since the first evaluation that has both scores, while the trained reward
+    * it fell from the first evaluation that has both scores to `now`, while the trained reward
       ("eval/reward") rose;
-    * it rose from the first of the earlier evaluations to its highest one, and in `now` it is at
-      most as high, by the values alone, though the trained reward has risen since that highest one.
+    * it rose from that first evaluation to the one before `now` where it was highest, and from then
+      to `now` its value did not increase, by any amount, while the trained reward rose.
 
-    A score has risen or fallen if the change is larger than its standard error, which combines
-    those of the two evaluations. The second kind was tried on the evaluations of the 16 runs of
-    `benchmarks/study-learning.json`, with the same standard errors for all, 0.0055 of the reward
-    and 0.0185 of `shapes`. It appears in 4 of the 8 runs whose objective follows the gradient of
+    A score "rose" or "fell" if the change is larger than its standard error, which combines those
+    of the two evaluations. The second kind was tried on the evaluations of the 16 runs of
+    `benchmarks/study-learning.json`, with the same standard errors for all: 0.0055 for the reward
+    and 0.0185 for `shapes`. It appears in 4 of the 8 runs whose objective follows the gradient of
     the reward (opsd, draft), and in none of the others (nft, awm).
 
     Args:
@@ -32,8 +32,8 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
             trained on.
 
     Returns:
-        One line of warning for each such score, in the order of `watched`. A score whose values or
-        standard errors are unknown or not finite gives none.
+        One line of warning for each such score, in the order of `watched`. Comparisons with an
+        unknown or non-finite value or standard error give no warning.
     """
     alarms = []
     for name in watched:
@@ -82,9 +82,9 @@ def _change_in_standard_errors(first: Row, now: Row, key: str) -> float:
         key: The name of the score, e.g. "eval/reward".
 
     Returns:
-        The change (positive if the score has risen) divided by the root of the sum of both squared
-        standard errors; infinite with its sign if both are 0. 0 if there is no change, or if a
-        score or standard error is missing or not finite.
+        The change (positive if the score has risen) divided by the square root of the sum of both
+        squared standard errors; infinite with its sign if both errors are 0. 0 if there is no
+        change, or if a score or standard error is missing or not finite.
     """
     values = [_value(row, name) for row in (first, now) for name in (key, f"{key}/standard_error")]
     if not all(map(math.isfinite, values)):

@@ -1,6 +1,6 @@
 """Decides whether a run may write to a directory.
 
-It may if the directory holds no run and none of a run's files, or if it holds this very run. Two
+It may if the directory holds neither a run nor any file of one, or if it holds this same run. Two
 starts belong to the same run if their configurations have the same `fingerprint`, a hash of all
 settings that the trained parameters depend on.
 """
@@ -57,10 +57,11 @@ def refuse_another_run(folder: RunPath, config: Config) -> None:
 
     Raises:
         InputError: If the directory has files of a run (`RECORDS`, such as `metrics.jsonl`) but no
-            `config.yaml`; if it holds a run with another `fingerprint`, i.e. with other settings
-            that matter for training, which the message lists, or with a `rollout.explore.precision`
-            "auto" that stands for another format on these devices than in that run; if it holds
-            this run but its checkpoints are gone; or if its `config.yaml` cannot be read.
+            `config.yaml`; if it holds a run with another `fingerprint`; if it holds this run but
+            its checkpoints are gone; if its `config.yaml` cannot be read; or if its `metrics.jsonl`
+            is too large to be read. For another fingerprint, the message lists the settings that
+            differ, or the two exploration formats if only those differ
+            (`rollout.explore.precision=auto` depends on the devices).
         ConfigError: If the directory's `config.yaml` is not a configuration.
         RunError: If the directory of checkpoints cannot be read.
     """
@@ -109,8 +110,9 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
     """Checks that a run whose checkpoints are gone is not started over, erasing its files.
 
     Checkpoints are gone if there are metrics or a ledger of iterations from 1 on but no checkpoint.
-    A run that stopped before its first save looks the same, and may start over: its directory
-    `checkpoints` exists and its `run.json` does not say that it finished.
+    A run that stopped before its first save has no checkpoint either, and may start over. Every run
+    whose directory `checkpoints` exists and whose `run.json` does not say that it finished is taken
+    for such a run.
 
     Args:
         folder: The run directory. Its `run.json`, `ledger/`, `metrics.jsonl` and `checkpoints/` are
@@ -118,7 +120,8 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
         name: The directory as the message names it.
 
     Raises:
-        InputError: If the checkpoints are gone. Damaged ones count as checkpoints.
+        InputError: If the checkpoints are gone (damaged ones count as checkpoints), or if
+            `metrics.jsonl` is too large to be read.
         RunError: If the directory of checkpoints cannot be read.
     """
     root = folder / "checkpoints"
@@ -155,7 +158,7 @@ def write_config(folder: RunPath, config: Config) -> None:
     """Makes an existing directory the run directory of `config`. One process of a run calls it.
 
     Creates a directory `checkpoints` in it if there is none (in a store, an empty object that
-    stands for it), then writes `config.yaml` whole, which replaces an older one.
+    stands for it), then writes `config.yaml` atomically, which replaces an older one.
 
     Args:
         folder: The directory, for which `refuse_another_run` has raised nothing.
@@ -204,9 +207,9 @@ def fingerprint(config: Config, explore_format: str) -> str:
     of older runs.
 
     Args:
-        config: The resolved configuration of the run. Its settings are those of
-            `_fingerprinted_settings`, i.e. without e.g. the run directory, the evaluation and the
-            number of iterations.
+        config: The resolved configuration of the run. Only the settings of
+            `_fingerprinted_settings` are hashed, without, for example, the run directory, the
+            evaluation and the number of iterations.
         explore_format: The name of the format that `rollout.explore.precision` resolves to on the
             devices of the run, e.g. "nvfp4". It takes the place of that setting.
 
@@ -222,10 +225,12 @@ def fingerprint(config: Config, explore_format: str) -> str:
 def _fingerprinted_settings(config: Config) -> dict[str, Any]:
     """Returns the settings of a configuration that may not differ between the starts of a run.
 
-    Left out are settings that the trained parameters do not depend on: those in `FREE` (such as the
-    sections `run`, `eval` and `mesh`, the test prompts and the number of iterations), the paths and
-    options of rewards that are not trained on and rank no candidates, and options of judges that no
-    score depends on, such as the address.
+    Settings that the trained parameters do not depend on are left out:
+
+    * those in `FREE`, such as the sections `run`, `eval` and `mesh`, the test prompts and the
+      number of iterations;
+    * the paths and options of rewards that are neither trained on nor rank candidates;
+    * options of judges that no score depends on, such as the address.
 
     Args:
         config: The resolved configuration, which is not changed.

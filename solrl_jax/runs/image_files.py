@@ -40,8 +40,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _RIGHT = "#009E73"
 _WRONG = "#D55E00"
 _GAP = 4  # pixels between images
-# The widths in pixels between which `save_before_after` shows an image. They are legible, and the
-# file can be mailed.
+# The smallest and the largest width in pixels at which `save_before_after` shows an image: large
+# enough to read, and small enough to mail the file.
 _SMALLEST = 96
 _LARGEST = 384
 # The metadata of a PNG file of `save_grid` that holds the facts about its images.
@@ -118,7 +118,7 @@ def save_grid(
 
     Raises:
         ValueError: If there is not one caption per image, or clips have no playback rate.
-        RunError: If the disk refuses.
+        RunError: If the disk refuses, or a moving grid cannot be encoded.
     """
     from PIL import Image, ImageDraw
 
@@ -163,16 +163,16 @@ def save_grid(
 
 
 def _moving_size(size: tuple[int, int], frames: int) -> tuple[int, int]:
-    """Returns the size of a moving grid, which is at most that of the still one.
+    """Returns the size of a moving grid, which is at most the size of the still one.
 
     Args:
         size: Width and height of the still grid in pixels.
         frames: The number of frames, at least 1.
 
     Returns:
-        The largest width and height in pixels, in the proportions of `size`, that animated WebP and
-        the memory allow (`MAX_WEBP_SIDE` and `MAX_MOVING_PIXELS`). If these allow `size`, it is
-        returned as it is.
+        The largest width and height in pixels, in the proportions of `size`, within the limits of
+        animated WebP and of the memory (`MAX_WEBP_SIDE` and `MAX_MOVING_PIXELS`). `size` itself is
+        returned if it is within them.
     """
     pixels = size[0] * size[1] * frames
     scale = min(1.0, MAX_WEBP_SIDE / max(size), math.sqrt(MAX_MOVING_PIXELS / pixels))
@@ -190,8 +190,8 @@ def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
         in the order of the grid; [] if the file has no facts.
 
     Raises:
-        InputError: If the file is missing, is no PNG or is damaged, also if the stored positions of
-            the images are not within the grid.
+        InputError: If the file is missing, not a PNG or damaged, or if the stored positions of the
+            images are not within the grid.
     """
     with _open_image(path, "PNG") as sheet:
         boxes, cells = _boxes_and_facts(sheet)
@@ -206,13 +206,13 @@ def read_moving_grid(
     Args:
         path: The PNG file, which has the positions of the clips. The moving grid is beside it, with
             the ending ".webp".
-        most_frames: The most frames that are kept of a clip. Longer clips keep this many equally
-            spaced frames, including the first and the last; 1 keeps the first.
+        most_frames: The largest number of frames to keep of a clip, at least 1. Longer clips keep
+            this many equally spaced frames, including the first and the last; 1 keeps the first.
         longest_side: The longest side of a frame in pixels. Larger frames are shrunk.
 
     Returns:
         A pair. First the clips that have facts, in the order of the grid, each a list of RGB images
-        of Pillow. Then the seconds per kept frame with which a clip takes as long as in the file.
+        of Pillow. Then the seconds per kept frame, such that a clip lasts as long as in the file.
         [] and 0 if there is no moving grid.
 
     Raises:
@@ -274,9 +274,9 @@ def _open_image(path: RunPath, kind: str) -> Iterator["Image"]:
         The image of Pillow, whose pixels are read when they are needed.
 
     Raises:
-        InputError: If the file is missing, has another format or is damaged. For this, every
-            OSError, SyntaxError, ValueError, TypeError, AttributeError, KeyError and
-            DecompressionBombError of the body counts as damage.
+        InputError: If the file is missing, has another format or is damaged. Every OSError,
+            SyntaxError, ValueError, TypeError, AttributeError, KeyError and DecompressionBombError
+            of the body counts as damage.
     """
     from PIL import Image
 
@@ -315,9 +315,9 @@ def _boxes_and_facts(
         facts, without the box. Both are empty if the file has none.
 
     Raises:
-        ValueError: If the grid and its boxes do not pass `_check_boxes`, also without boxes if the
-            grid is not RGB. Damaged metadata raises it too, or TypeError, KeyError or
-            AttributeError.
+        ValueError: If the grid and its boxes do not pass `_check_boxes`, which requires RGB even
+            without boxes.
+        ValueError, TypeError, KeyError, AttributeError: If the metadata is damaged.
     """
     cells = parse_json(getattr(sheet, "text", {}).get(_CELLS, "[]"))
     boxes = []

@@ -108,7 +108,7 @@ def refuse_changed_inputs(
 
 
 def _describe(config: Config, name: str) -> str:
-    """Returns the subject of the sentence that says that an input has changed, with its verb.
+    """Returns the beginning of the message that an input has changed: its subject and verb.
 
     Args:
         config: The configuration of the run, from which the setting that names the input is quoted.
@@ -116,9 +116,9 @@ def _describe(config: Config, name: str) -> str:
             "weights/COMPONENT", "code/MODULE:FUNCTION" or "question/NAME".
 
     Returns:
-        The text up to and with "has" or "have", e.g. "prompts.train='a.txt': its prompts have". For
-        code and questions, the setting is named without its value. The caller adds what happened to
-        the input.
+        The text up to and including "has" or "have", e.g. "prompts.train='a.txt': its prompts
+        have". For code and questions, the setting is named without its value. The caller appends
+        "changed since ...".
     """
     kind, _, detail = name.partition("/")
     if kind == "prompts":
@@ -155,8 +155,8 @@ def _weight_folders(pipeline: Pipeline) -> dict[str, Path]:
 def _hash_weights(folder: Path) -> str:
     """Hashes the weight files of a component by a sample of their bytes.
 
-    A file counts by its name, its size, its first `HEADER_BYTES` (1 MiB), and 64 blocks of 16 KiB,
-    of which block i ends at i / 64 of the file. A change elsewhere is not noticed.
+    The hash covers the name and size of each file, its first 1 MiB (`HEADER_BYTES`), and 64 blocks
+    of 16 KiB, where block i (from 1) ends at i / 64 of the file. A change elsewhere is not noticed.
 
     Args:
         folder: The directory of the component.
@@ -201,8 +201,8 @@ def _plugins(config: Config) -> list[str]:
 
 
 def _reward_functions(scores: Iterable[str]) -> list[str]:
-    """Returns the names of the rewards that give scores, sorted, each once. Those that installed
-    packages provide (entry points) are then replaced by their functions "module:function".
+    """Returns the names of the rewards that give scores, sorted, each once. The names of rewards
+    that installed packages provide (entry points) are then replaced by "module:function".
 
     Args:
         scores: Names of scores, as in `reward.weights`, e.g. "shapes/strict".
@@ -214,8 +214,8 @@ def _reward_functions(scores: Iterable[str]) -> list[str]:
 def _source_file(plugin: str) -> Path | None:
     """Returns the file that defines the module of a function outside the package.
 
-    The module itself is not imported, but the packages that it is in are. It counts as found if it
-    has been imported before, or if its directory is on `sys.path`.
+    The module itself is not imported, but the packages that contain it are. A module is found if it
+    has been imported before, or if `importlib.util.find_spec` finds it.
 
     Args:
         plugin: The function, as "module:function".
@@ -225,7 +225,7 @@ def _source_file(plugin: str) -> Path | None:
         `__main__` in a notebook.
 
     Raises:
-        ModuleNotFoundError: If a package that the module is in does not exist.
+        ModuleNotFoundError: If a package that should contain the module does not exist.
     """
     name = plugin.partition(":")[0]
     if name in sys.modules:  # `__main__` has a file, but no spec; in a notebook it has neither

@@ -76,18 +76,18 @@ def write(root: RunPath, iteration: int, columns: Mapping[str, Any]) -> RunPath:
     Args:
         root: The directory of the ledger. It is created if necessary.
         iteration: The number of the iteration, from 1, which becomes the column "iteration".
-        columns: By its name, the values of every other column that `read` returns: an array or list
-            [rows], or one value for all rows (not for "kept"). In "regenerated_reward" and
-            "advantage", masked entries (numpy.ma) or a None for all rows become null. Other names
-            are ignored.
+        columns: The values of every other column of `SCHEMA`, by name: an array or list [rows], or
+            one value for all rows (not for "kept"). In "regenerated_reward" and "advantage", masked
+            entries (numpy.ma) or a None for all rows become null. Other names are ignored.
 
     Returns:
         The path of the file.
 
     Raises:
         KeyError: If a column is missing.
-        ValueError: If a column has another number of rows than "kept", or a value is no value of
-            its column's type, such as -1 or 1.5 for a uint32 or a null in another column.
+        ValueError: If a column has another number of rows than "kept", or a value does not fit the
+            type of its column, such as -1 or 1.5 for a uint32, or a null in a column other than
+            "regenerated_reward" and "advantage".
         TypeError: If a column has values of another kind, such as text for a number.
         RunError: If the disk refuses.
     """
@@ -121,7 +121,8 @@ def read(root: RunPath, iteration: int) -> pa.Table:
           * "rank": the place among the candidates of the prompt by proxy reward (with
             `reward.combine=advantages` by its combined scores), 0 is the best;
           * "kept": whether it was selected for training;
-          * "regenerated_reward": likewise that of the regenerated image, null if there is none;
+          * "regenerated_reward": the float32 reward of the regenerated image, null if there is
+            none;
           * "advantage": the float32 advantage that is trained on (the standardized reward of the
             kept sample, `rl.advantages`), 0 if that reward is not finite, null if not kept;
           * "policy_revision": the iteration at whose start the policy that explored it was prepared
@@ -194,7 +195,7 @@ def _column(field: pa.Field, values: Any, num_rows: int) -> pa.Array:
         The column, with the type of `field`.
 
     Raises:
-        ValueError: If a value is no value of the type, such as -1 or 1.5 for a uint32.
+        ValueError: If a value does not fit the type, such as -1 or 1.5 for a uint32.
         TypeError: If the values are of another kind, such as text for a number.
     """
     if values is None:

@@ -67,7 +67,10 @@ def read(run_dir: RunPath) -> list[dict[str, Any]]:
 
 
 def by_iteration(rows: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Merges the rows of each iteration. A run has several of one if it stopped between them.
+    """Merges the rows of each iteration.
+
+    An iteration has several rows if the run stopped before its evaluation, which a later start then
+    recorded in a row of its own.
 
     Args:
         rows: Rows in the order in which they were recorded, each with "iteration" and values by
@@ -93,8 +96,9 @@ def _read(path: RunPath) -> tuple[list[dict[str, Any]], bool]:
         path: The file. If it is missing, there are no rows and no damage.
 
     Returns:
-        A tuple: the rows of the readable lines in order, and whether the file is damaged. It is if
-        it cannot be read (there are no rows then), or has an unreadable line before the last one.
+        A tuple: the rows of the readable lines in order, and whether the file is damaged. It is
+        damaged if it cannot be read (there are no rows then), or if a line before the last one is
+        unreadable.
 
     Raises:
         InputError: If the file is larger than `MAX_BYTES` or has more than `MAX_ROWS` lines.
@@ -154,14 +158,14 @@ class Metrics:
     """Writes the metrics of one run to `metrics.jsonl` and, if configured, to TensorBoard and W&B.
 
     It is a context manager, which only one process of a run enters. Entering it opens the outputs
-    and reads the rows of an earlier start; those after the iteration that the run resumes from are
+    and reads the rows of an earlier start. Rows after the iteration from which the run resumes are
     dropped, also from the file. TensorBoard hides them, and W&B keeps them.
 
     Attributes:
         rows: All rows up to now, in order: dicts of "iteration" and the values by name, None where
             one was not finite. Empty before the context is entered.
-        set_aside: The path beside it that a damaged `metrics.jsonl` was moved to on entering, or
-            None.
+        set_aside: The path, in the run directory, to which a damaged `metrics.jsonl` was moved on
+            entering. None if it was not damaged.
     """
 
     def __init__(
@@ -173,8 +177,8 @@ class Metrics:
             run_dir: The run directory.
             tensorboard: Whether the values are also written for TensorBoard.
             wandb: Whether they are also sent to Weights & Biases.
-            resume_after: The last iteration whose rows are kept when the record is opened. -1:
-                none.
+            resume_after: The last iteration whose rows are kept when the record is opened. -1: no
+                rows are kept.
         """
         self._run_dir = run_path(run_dir)
         self._path = self._run_dir / _JSONL
@@ -196,7 +200,8 @@ class Metrics:
             The record itself, whose `rows` and `set_aside` are now set.
 
         Raises:
-            InputError: If Weights & Biases is configured and cannot start.
+            InputError: If `metrics.jsonl` is too large to be read, or if Weights & Biases is
+                configured and cannot start.
             RunError: If the disk refuses. Outputs that were opened are closed again.
         """
         rows, damaged = _read(self._path)
@@ -227,7 +232,7 @@ class Metrics:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes all outputs. An error of Weights & Biases at the end of its run passes unchanged.
+        """Closes all outputs. An error of Weights & Biases at the end of its run propagates.
 
         Args:
             *_: The exception of the body, if it raised one. Not read, and not suppressed.
@@ -248,7 +253,7 @@ class Metrics:
             RunError: If the disk or the store refuses, or if another start has taken over a run
                 directory in a store. `rows` then lacks the row, and so does `metrics.jsonl` if it
                 was the file that could not be written.
-            Exception: What Weights & Biases raises, as it is. `rows` then lacks the row.
+            Exception: Any error of Weights & Biases, unchanged. `rows` then lacks the row.
         """
         numbers = {name: _in_float32_range(float(value)) for name, value in values.items()}
         for log in self._logs:
@@ -306,10 +311,10 @@ def _tensorboard(folder: Path, purge_step: int, older: int | None = None) -> Ite
 
     Args:
         folder: The directory of the event file. It is created if necessary.
-        purge_step: The first iteration that this start of the run writes. TensorBoard hides events
-            of older files in the same directory from it on.
-        older: The number of event files of earlier starts. The name of the new one ends in it, so
-            that no two are equal. None: as many as `folder` has.
+        purge_step: The first iteration that this start of the run writes. From this iteration on,
+            TensorBoard hides the events of older files in the same directory.
+        older: The number of event files of earlier starts. The name of the new file ends in this
+            number, so that no two names are equal. None: the number of entries in `folder`.
 
     Yields:
         A function (iteration, values by name) that writes a row, also values that are not finite,
@@ -384,13 +389,12 @@ def _stored_record(path: StorePath, rows: Sequence[Mapping[str, Any]]) -> Iterat
 def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
     """Opens a new event file of TensorBoard in an object store, as a context manager.
 
-    The file is written to a temporary directory, and uploaded after every row, the first time after
-    the first row.
+    The file is written to a temporary directory, and uploaded anew after every row.
 
     Args:
         folder: The directory of the event files in the store, one of each start of the run.
-        purge_step: The first iteration that this start of the run writes. TensorBoard hides events
-            of older files from it on.
+        purge_step: The first iteration that this start of the run writes. From this iteration on,
+            TensorBoard hides the events of older files.
 
     Yields:
         A function (iteration, values by name) that adds a row, also values that are not finite, and
@@ -417,8 +421,9 @@ def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
 def _weights_and_biases(run_dir: RunPath) -> Iterator[Log]:
     """Starts a run of Weights & Biases, as a context manager that also ends it.
 
-    A run directory that was started before continues its run. The project is "solrl_jax", and the
-    run has the name of the directory. What `run.log` and `run.finish` raise passes unchanged.
+    The project is "solrl_jax", and the run has the name of the directory. If the directory has the
+    id of an earlier start, that run is continued; otherwise a new id is written to it. Errors of
+    `run.log` and `run.finish` propagate unchanged.
 
     Args:
         run_dir: The run directory, which has the id of the run in `wandb-id.txt` and the files of

@@ -31,7 +31,8 @@ IMAGE = "images/before-after.png"
 RUN_IMAGE = "pictures/before-after.png"
 # What the folder of a published run may hold.
 FILES = {"README.md", "images", "transformer", DIFFUSERS_FILE}
-# Settings that say where a run works, and not what it computes.
+# Settings that the published command leaves out, because they belong to the machine or the
+# directory of a run ("version" to its `config.yaml`).
 PLACES = ("run", "mesh", "model.prompt_cache_dir", "reward.paths", "reward.workers", "version")
 
 
@@ -41,9 +42,9 @@ class License(NamedTuple):
     Attributes:
         license: The identifier that the hub has for the license, e.g. "apache-2.0"; "other" for a
             license without one.
-        license_name: The name of the license, for one without an identifier. None: the card of the
-            base model has none.
-        license_link: The address of its text, or None as for `license_name`.
+        license_name: The name of a license without an identifier. None: the license has an
+            identifier, or the card of the base model does not name it.
+        license_link: The address of the text of such a license, or None as for `license_name`.
     """
 
     license: str
@@ -118,16 +119,19 @@ def model_card(
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
         export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA, and
-            "trained_in_full" (a number of arrays) if any parameter is trained in full; the card is
-            then that of a whole transformer, also beside adapters.
+            "trained_in_full" (a number of arrays) if any parameter is trained in full. The card
+            then describes a whole transformer, even if other parameters have adapters.
         pipeline: The class of the base model's pipeline.
         has_image: Whether the folder has the image `images/before-after.png`, which the card then
             shows.
 
     Returns:
         Markdown with metadata in YAML at the top: what the weights are, the license of the base, an
-        example in Python, held-out scores, settings, and the command that trained the run (left out
-        if its preset does not exist). Absolute paths in settings are cut to their last part.
+        example in Python, held-out scores, settings, and the command that trained the run (unless
+        `training_command` returns None). Absolute paths in settings are cut to their last part.
+
+    Raises:
+        InputError: If `metrics.jsonl` is too large to be read.
     """
     whole = bool(export.get("trained_in_full"))
     base = config.model.path
@@ -169,7 +173,7 @@ def find_license(base: str) -> License | None:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
 
     Returns:
-        The license; None if none of these says one.
+        The license; None if it is found in neither place.
     """
     if base.startswith("embedded:"):
         return License("apache-2.0")
@@ -188,18 +192,18 @@ def find_license(base: str) -> License | None:
 def training_command(config: Config) -> str | None:
     """Returns the command that trains a configuration again, for a shell.
 
-    The sections `run` and `mesh`, `model.prompt_cache_dir`, `reward.paths`, `reward.workers` and
-    `version` are left out, because they do not say what a run computes (`PLACES`). Absolute paths
-    are cut to their last part.
+    Settings that belong to the machine or the directory of the run are left out (`PLACES`): the
+    sections `run` and `mesh`, `model.prompt_cache_dir`, `reward.paths`, `reward.workers` and
+    `version`. Absolute paths are cut to their last part.
 
     Args:
         config: The configuration with which the run was trained.
 
     Returns:
         "solrl train PRESET [family=FAMILY] KEY=VALUE ...", quoted for a shell. The family is a file
-        of settings in `configs/family`, e.g. "sol_rl", named if it is not the preset's own. The
-        settings are all that differ from the preset in that family. None if the preset or the
-        family does not exist, or the two do not go together.
+        of settings in `configs/family`, e.g. "sol_rl"; it is named only if it is not the preset's
+        own. The other settings are all those that differ from the preset in that family. None if
+        the preset or the family does not exist, or the two do not go together.
     """
     family = f"family={config.family}"
     try:
@@ -221,7 +225,7 @@ def _changes(
 ) -> Iterator[tuple[str, Any]]:
     """Yields the settings in which two configurations differ.
 
-    Settings that only say where a run works (`PLACES`) are left out.
+    Settings that belong to the machine or the directory of a run (`PLACES`) are left out.
 
     Args:
         start: The fields of a section of the first configuration by name; inner sections are dicts.
@@ -260,9 +264,9 @@ def _cut_absolute_paths(value: Any) -> Any:
 def _front_matter(config: Config, whole: bool) -> str:
     """Returns the metadata of the card in YAML, between lines of dashes.
 
-    It has the license if one is known, the base model if that is on the hub, the library
-    ("diffusers"), the kind of pipeline ("text-to-image" or "text-to-video"), tags, and the dataset
-    if the training prompts are from the hub.
+    It has the license if one is known, the base model if it can be a repository of the hub
+    (`_names_repository`), the library ("diffusers"), the kind of pipeline ("text-to-image" or
+    "text-to-video"), tags, and the dataset if the training prompts are from the hub.
 
     Args:
         config: The configuration with which the run was trained, which names the base model and the
@@ -291,8 +295,8 @@ def _front_matter(config: Config, whole: bool) -> str:
 
 
 def _names_repository(base: str) -> bool:
-    """Returns whether `model.path` has the form OWNER/NAME of a repository of the hub, and no
-    directory has that name. The hub is not asked.
+    """Whether `model.path` has the form OWNER/NAME of a repository of the hub, and is not the path
+    of a directory. The hub is not asked.
 
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
@@ -406,9 +410,12 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
         iteration: The exported iteration. The last evaluation up to it is the one after training.
 
     Returns:
-        A Markdown table with standard errors and a line about the evaluation. Its columns are named
-        "before training" or by their iteration; with a single evaluation up to `iteration` there is
-        one. A sentence if there is none.
+        A Markdown table with standard errors and a line about the evaluation. Its columns of scores
+        are named "before training" or by their iteration; there is one such column if there is a
+        single evaluation up to `iteration`. If there is none, a sentence that says so.
+
+    Raises:
+        InputError: If `metrics.jsonl` is too large to be read.
     """
     rows = [row for row in metrics.read(run) if "eval/reward" in row]
     rows = [row for row in rows if row["iteration"] <= iteration]
@@ -518,7 +525,9 @@ def _run_facts(run: Path) -> Mapping[str, Any]:
 
 
 def finished_after(run: Path) -> int | None:
-    """Returns the iteration after which a run finished, whose policy its last images show.
+    """Returns the iteration after which a run finished.
+
+    The run's `pictures/before-after.png` shows the policy after this iteration.
 
     Args:
         run: The run directory, in which the entry "finished_after_iteration" of `run.json` is read.
@@ -540,8 +549,9 @@ def add_card(
 ) -> None:
     """Adds the model card to a folder with exported weights, and the run's image if there is one.
 
-    The image, which compares the models before and after training, is from the end of the run, so
-    it is left out (an older one in the folder stays) if an earlier iteration is exported.
+    The image compares the base model with the policy at the end of the run. It is therefore added
+    only if the run has finished and its last iteration is exported; otherwise an older image in the
+    folder stays, but the card does not show it.
 
     Args:
         folder: The folder. `README.md` and `images/before-after.png` are written in it; existing
@@ -555,6 +565,7 @@ def add_card(
         pipeline: The class of the base model's pipeline.
 
     Raises:
+        InputError: If `metrics.jsonl` of the run is too large to be read.
         RunError: If the disk refuses.
     """
     source = run / RUN_IMAGE

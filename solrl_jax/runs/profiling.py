@@ -21,7 +21,7 @@ from solrl_jax.storage.stores import RunPath
 
 
 def check_traced_iterations(profile: Collection[int], folder: RunPath, iterations: int) -> None:
-    """Checks that iterations can be traced: that they are within the run and not done yet.
+    """Checks that iterations can be traced: that the run has them and has not done them yet.
 
     Args:
         profile: The numbers of the iterations to trace, from 1. If it is empty, nothing is checked.

@@ -145,7 +145,7 @@ class TerminalProgress:
         self._show()
 
     def iteration(self, done: int, metrics: Mapping[str, float]) -> None:
-        """Marks an iteration as complete: moves the bar by one, or prints a line without a bar.
+        """Marks an iteration as complete: moves the bar, or prints a line if no bar is shown.
 
         Args:
             done: The number of the iteration.
@@ -178,9 +178,9 @@ class TerminalProgress:
 
         Args:
             between_phases: Whether every process of the run makes this call at the same point
-                (where a phase or iteration begins or ends). Only then can several processes agree,
-                which waits for all; otherwise the result is False for them. Not read for a single
-                process.
+                (where a phase or iteration begins or ends). If so, the call waits until all
+                processes have agreed. If not, the result is False in a run of several processes.
+                Not read for a single process.
         """
         if jax.process_count() == 1:
             return self._stopping

@@ -88,10 +88,10 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
         JSON values by name:
           * "solrl_jax", "python" and "packages": versions, the last a dict by name (`PACKAGES`);
           * "devices" (e.g. "8 x NVIDIA H100"), "hosts" (their number), "mesh" (sizes by axis);
-          * "exploration": a dict with "precision" (as configured), "format" (the one that it stands
-            for here), "native" (whether the devices have units for it), "options" (class names of
-            the active exploration options, e.g. "Preview") and "means" (`Format.describe`, e.g.
-            "fp8 (DESCRIPTION; native)");
+          * "exploration": a dict with "precision" (as configured), "format" (the format that this
+            resolves to on these devices), "native" (whether the devices have units for it),
+            "options" (class names of the active exploration options, e.g. "Preview") and "means"
+            (`Format.describe`, e.g. "fp8 (DESCRIPTION; native)");
           * "evaluation": one line with prompts, images, solver, guidance, precision and seed;
           * "gradient_checkpointing": what the gradient recomputes: "none", "matmuls" (all except
             matmuls and attention kernels) or "blocks" (all inside a block);
@@ -157,9 +157,9 @@ def draw_pools(
     the ending ".webp". Every process calls this; the first one writes.
 
     Args:
-        experiment: The experiment of the run. `eval.num_grid_images` is the most candidates of all
-            prompts together, at least 1. There are at most four per prompt, of which half (rounded
-            down) are the worst.
+        experiment: The experiment of the run. `eval.num_grid_images` is the largest number of
+            candidates of all prompts together, at least 1. There are at most four per prompt; half
+            of them, rounded down, are the worst.
         folder: The run directory, in which the image is written to `pictures/`.
         old_policy: The trainable parameters by path that the iteration generated with, from before
             its update.
@@ -173,7 +173,7 @@ def draw_pools(
     Raises:
         RunError: If the disk refuses, or if a reward outside JAX that marks the images fails while
             `reward.on_failure` is "stop".
-        InputError: If the code of a reward inside JAX fails.
+        InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
     """
     exploration = experiment.explorer.settings[exploration_level]
     pools = pool_images(experiment, old_policy, exploration, ledger, iteration)

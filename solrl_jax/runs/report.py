@@ -1,8 +1,8 @@
 """Writes `report.html`: run directories as one page that needs no network and no server.
 
 The page consists of `report.html`, `report.css` and `report.js` beside this file, with the runs as
-JSON and the curves as SVG. Several runs are drawn over each other. A run may be reported while it
-trains; `HtmlReport` does so from within.
+JSON and the curves as SVG. Several runs share each figure. A run may be reported while it trains;
+`HtmlReport` does so from the training process.
 """
 
 import base64
@@ -90,7 +90,7 @@ _FIGURES = {
 }
 
 
-# The metrics of what rewards outside JAX cost begin so, see `rewards.usage`.
+# Prefix of the metrics that hold the costs of rewards outside JAX (`rewards.usage`).
 _COST = "reward_cost"
 
 
@@ -100,8 +100,8 @@ def write(
     """Writes the report of one or more runs as one HTML page, whole or not at all.
 
     Args:
-        folders: The run directories, at least one. A run is called by the name of its directory; if
-            two directories have one name, all runs are called by their paths.
+        folders: The run directories, at least one. A run has the name of its directory on the page.
+            If two directories have the same name, all runs are named by their paths.
         out: The file to write. It is replaced if it exists, whatever it holds; missing parent
             directories are created.
         live: Whether the report is written again soon, so that the page offers to reload itself.
@@ -163,8 +163,9 @@ def is_page(path: RunPath) -> bool:
 class HtmlReport:
     """The page `report.html` of a run while it trains.
 
-    `refresh` may be called after every iteration: it writes the page only so often that all
-    refreshes take at most 1 % of the time (`MAX_TIME_FRACTION`) since this object was created.
+    `refresh` may be called after every iteration. It limits how often the page is written, so that
+    all refreshes together take at most about 1 % (`MAX_TIME_FRACTION`) of the time since this
+    object was created.
 
     Attributes:
         path: The file, `report.html` in the run directory.
@@ -192,9 +193,9 @@ class HtmlReport:
                 offers to reload itself.
 
         Returns:
-            None if it was written or it is too soon. Otherwise a line that says why the report
-            could not be written: InputError, ConfigError and RunError are returned so and not
-            raised.
+            None if it was written or it is too soon. Otherwise one line with the reason why the
+            report could not be written. InputError, ConfigError and RunError are reported in this
+            way and not raised.
         """
         began = time.monotonic()
         if not last and self._spent + self._last > MAX_TIME_FRACTION * (began - self._began):
@@ -224,8 +225,8 @@ def _describe_run(folder: RunPath, name: str, max_rows: int) -> dict[str, Any]:
           * "config": settings by dotted name; "preset": those of its preset without overrides (in
             the preset's own family), or None if that is unknown;
           * "facts": entries of `run.json` (`read_facts`);
-          * "trained" and "watched": names of the rewards that are trained on, and of those that are
-            only evaluated;
+          * "trained" and "watched": names of the scores that are trained on (`reward.weights`), and
+            of those that are only evaluated (`reward.eval_only`);
           * "metrics": by name ("iteration" among them) one list with a value per recorded
             iteration, None where unknown;
           * "ledger": the dict of `_read_ledger`;
@@ -233,8 +234,8 @@ def _describe_run(folder: RunPath, name: str, max_rows: int) -> dict[str, Any]:
             `_read_images`.
 
     Raises:
-        InputError: If `folder` is no run directory, a file of the run is damaged, or its metrics
-            have no readable line or more than `MAX_VALUES` (2**23) values.
+        InputError: If `folder` is no run directory, a file of the run is damaged or too large, or
+            its metrics have no readable line or more than `MAX_VALUES` (2**23) values.
         ConfigError: If the configuration is invalid.
     """
     config = read_run(folder)
@@ -492,11 +493,13 @@ def _read_cells(path: RunPath) -> dict[str, Any]:
         path: A file of `image_files.save_grid`.
 
     Returns:
-        A dict. "size": height and width of an image in pixels as text, e.g. "512 x 768". "cells":
-        for each image a dict of the facts that `save_grid` stored about it (e.g. "prompt") and,
-        under "src", the shrunken image as a `data:` URL; that of a clip is animated and has at most
-        24 of its frames (`MAX_FRAMES`). A fact "stage" is renamed "phase". "" and [] if the file
-        has no facts.
+        A dict of two entries:
+          * "size": height and width of an image in pixels as text, e.g. "512 x 768"; "" if the file
+            has no facts;
+          * "cells": for each image a dict of the facts that `save_grid` stored about it (e.g.
+            "prompt"; "stage" is renamed "phase") and, under "src", the shrunken image as a `data:`
+            URL. A clip is animated and has at most 24 of its frames (`MAX_FRAMES`). [] if the file
+            has no facts.
 
     Raises:
         InputError: If the file, or that of the moving grid beside it, is damaged.
@@ -511,7 +514,7 @@ def _read_cells(path: RunPath) -> dict[str, Any]:
     return {
         "size": size,
         "cells": [
-            # Earlier runs call the fact "phase" "stage".
+            # Files of earlier runs have the fact "phase" under the name "stage".
             {"phase" if name == "stage" else name: fact for name, fact in facts.items()}
             | {"src": _data_url(frames, seconds)}
             for frames, (_, facts) in zip(shown, grid, strict=True)
@@ -611,9 +614,9 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
     """Lists the figures of the page: evaluated scores, fixed ones, then what rewards cost.
 
     The evaluated scores are the metrics of any run that have a standard error. A score is left out
-    if every run that has it trains on it alone, because there it is "reward" up to its weight. The
-    fixed figures (`_FIGURES`: rewards of explored and kept samples, rank correlations, the update,
-    times) are listed even if no run has the metric. The costs are the metrics
+    if every run that has it trains on this score alone, because "reward" is then the same up to the
+    weight. The fixed figures (`_FIGURES`: rewards of explored and kept samples, rank correlations,
+    the update, times) are listed even if no run has the metric. The costs are the metrics
     "reward_cost/REWARD/COUNTER".
 
     Args:

@@ -35,7 +35,7 @@ class Line:
     Attributes:
         run: The index of the run on the page, from 0, which decides the color. There are six
             colors, in a cycle.
-        label: Text at the right edge, which is shortened to 15 letters when it is drawn.
+        label: Text at the right edge, which is shortened to 15 characters when it is drawn.
         x: Iterations, at least one, ascending.
         y: The finite value at each iteration.
         error: Half of the height of the band around each value; empty for no band.

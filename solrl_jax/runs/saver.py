@@ -53,7 +53,8 @@ class Saver:
             RunError: If the disk refused the previous save, which is not retried (this one is not
                 started then), or refuses the beginning of this one. Also if another process failed
                 or gives no answer.
-            TypeError: If a leaf of the state is no such array, or JSON cannot represent `meta`.
+            TypeError: If a leaf of the state is a random key or not a jax array, or if JSON cannot
+                represent `meta`.
         """
         self.wait()
         if iteration == self._last:
@@ -71,8 +72,9 @@ class Saver:
         """Waits for the save in progress. Returns at once if there is none.
 
         Raises:
-            RunError: If the disk refused it (the message names the last checkpoint), or another
-                process failed or gives no answer. It is raised once, and the save may be repeated.
+            RunError: If the disk refused the save (the message names the last checkpoint), or
+                another process failed or gives no answer. The error is raised once, and the save
+                may then be repeated.
         """
         pending = self._pending
         self._pending = None

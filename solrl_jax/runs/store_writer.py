@@ -1,9 +1,9 @@
 """Writes checkpoints to an object store, see `storage.stores`.
 
-orbax writes no S3. So each process writes its arrays to a staging directory of its own machine, as
-`checkpoint_writer` does to a shared one, and all but the first upload them. The first process
-downloads these files, because it merges their indices and computes all checksums. Then it uploads
-its own, the manifest last: the checkpoint counts from then on.
+orbax cannot write to S3. So each process writes its arrays to a staging directory of its own
+machine, as `checkpoint_writer` does to a shared one, and all but the first upload them. The first
+process downloads these files, because it merges their indices and computes all checksums. Then it
+uploads its own files, the manifest last. From then on the checkpoint counts.
 """
 
 import contextlib
@@ -44,11 +44,11 @@ def begin(
     """Does the first half of a save to an object store, and returns a function for the second.
 
     Every process of a run calls both. The first half removes what killed saves left in `root` and
-    on this machine, moves an existing checkpoint of the same iteration to `NNNNNN.replaced`, copies
-    the arrays to the host and starts to write them to a staging directory, a temporary directory of
-    this machine. The second half waits until they are written and uploads them (the first process
-    last, with the merged indices and the manifest); then it removes old checkpoints and
-    `NNNNNN.replaced`, which stays if the save fails.
+    on this machine, and moves an existing checkpoint of the same iteration to `NNNNNN.replaced`. It
+    copies the arrays to the host and starts to write them to a staging directory, a temporary
+    directory of this machine. The second half waits until they are written and uploads them; the
+    first process uploads last, with the merged indices and the manifest. Then the second half
+    removes old checkpoints and `NNNNNN.replaced`, which stays if the save fails.
 
     Args:
         root: The directory of checkpoints in the store. The first process must own the run
@@ -58,7 +58,8 @@ def begin(
         meta: JSON values by name, without NaN and infinity. Those of the first process are saved.
         keep: The number of newest intact checkpoints that are kept afterwards; below 1, one is
             kept. None: no checkpoint is removed, and `best` has no effect.
-        best: The number of checkpoints with the highest "eval/reward" that are kept beside them.
+        best: The number of checkpoints that are kept as well because they have the highest
+            "eval/reward". One that is among the newest counts for both.
 
     Returns:
         The second half, a function without arguments. Call it once, in any thread, before the next
@@ -66,10 +67,10 @@ def begin(
 
     Raises:
         RunError: If the store or the disk of the staging directory refuses; both halves raise it.
-            The message names the last checkpoint if the store tells it. Also if another start has
-            taken over the run directory, or if another process failed or gives no answer.
-        TypeError: If a leaf of the state is no jax array or a random key, or JSON cannot represent
-            `meta`.
+            The message names the last checkpoint if the store can still be listed. Also if another
+            start has taken over the run directory, or if another process failed or gives no answer.
+        TypeError: If a leaf of the state is a random key or not a jax array, or if JSON cannot
+            represent `meta`.
     """
     target = root / f"{iteration:06d}"
     replaced = root / (target.name + REPLACED)
@@ -135,7 +136,8 @@ def begin(
             consensus.on_every("save/write", write)
             consensus.from_first("save/publish", publish)
         except BaseException:
-            # The others do not wait for that. A complete checkpoint stays, if only they are lost.
+            # The other processes do not wait for this. A checkpoint that is complete stays, even if
+            # they could not be told so.
             if jax.process_index() == 0 and not published.is_set():
                 with contextlib.suppress(RunError):
                     files.check_owner(root.parent)  # a later start may have saved it, too
@@ -150,7 +152,7 @@ def begin(
 
 
 def _staging_prefix(root: StorePath) -> str:
-    """Returns how the names of this process's staging directories for a run begin.
+    """Returns the prefix of the names of this process's staging directories for a run.
 
     A staging directory is a temporary directory in which a checkpoint is written before its upload.
     The name depends on the run and the index of the process, so that a later start finds what a
@@ -182,9 +184,9 @@ def _remove_stagings(root: StorePath) -> None:
 def _make_room(root: StorePath, target: StorePath, replaced: StorePath) -> None:
     """Makes a store ready for a new checkpoint. One process of a run calls it.
 
-    Removes what killed saves and removals left: directories without a manifest, and replaced
-    checkpoints if the one that replaced them is there. Also copies an existing checkpoint of the
-    same iteration to another name and removes the original.
+    Removes what killed saves and removals left: directories that are named like checkpoints but
+    have no manifest, and `NNNNNN.replaced` if `NNNNNN` has one. Also renames an existing checkpoint
+    of the same iteration, by copying it to `replaced` and removing the original.
 
     Args:
         root: The directory of checkpoints.

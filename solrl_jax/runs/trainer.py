@@ -86,7 +86,7 @@ class _Run:
         saver: Writes the checkpoints.
         progress: The output in the terminal. It also notes interruptions by signals.
         html_report: The page that is refreshed after every iteration, or None.
-        profile: The numbers of the iterations, from 1, of which a trace is written to `profile/`.
+        profile: The numbers of the iterations, from 1, whose traces are written to `profile/`.
             Empty: none.
         input_hashes: The hashes of the run's input files, 16 hexadecimal digits each, by name, e.g.
             "prompts", "weights/vae" or "code/MODULE:FUNCTION". They are stored with every
@@ -113,8 +113,8 @@ class _Run:
     def config(self) -> Config:
         """The configuration that this process trains with.
 
-        It is that of `experiment`: the one that `run` was given, with its numbers of prompts
-        reduced to those that there are. Settings that are "auto" still say "auto".
+        It is the configuration of `experiment`: the one that `run` was given, with its numbers of
+        prompts reduced to the available prompts. Settings that are "auto" still say "auto".
         """
         return self.experiment.config
 
@@ -128,8 +128,8 @@ class _Run:
                 are recorded as null. "iteration" is added.
 
         Raises:
-            RunError: In all processes, if the disk refuses. An error of Weights & Biases passes as
-                it is in the first one, and is a RunError in the others.
+            RunError: In all processes, if the disk refuses. An error of Weights & Biases propagates
+                unchanged in the first process, and is a RunError in the others.
         """
         hosts.run_on_first(lambda: self.metrics.log(self.done, row))
 
@@ -162,13 +162,15 @@ def run(
 
     Every process of a run calls this with the same arguments. The run directory is created if
     necessary, and the first process locks it (`.lock`). Functions outside the package that the
-    configuration names are imported, missing files of models, rewards and prompt sets are
-    downloaded from the hub, and rewards are tried, for which judges and services get requests. Once
-    all input has been accepted, `config.yaml` and `run.json` are written to the directory, and rows
-    and ledger files after the checkpoint are dropped. Then follow per iteration a row of
-    `metrics.jsonl` and a file in `ledger/`, and now and then checkpoints and images (`pictures/`).
-    At the end, also of a start without iterations left, `pictures/before-after.png` (unless
-    `eval.num_grid_images` is 0) and the entry "finished_after_iteration" of `run.json` are written.
+    configuration names are imported. Missing files of models, rewards and prompt sets are
+    downloaded from the hub. Rewards are tried before training, which also sends requests to judges
+    and services. Once all input has been accepted, `config.yaml` and `run.json` are written to the
+    directory, and rows and ledger files after the checkpoint are dropped.
+
+    Each iteration adds a row to `metrics.jsonl` and a file to `ledger/`; some also save a
+    checkpoint or write images (`pictures/`). After the last iteration, even if an earlier start ran
+    it, `pictures/before-after.png` (unless `eval.num_grid_images` is 0) and the entry
+    "finished_after_iteration" of `run.json` are written.
 
     If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
     function returns. If it fails, that iteration is saved too (unless its parameters are not
@@ -177,17 +179,17 @@ def run(
 
     Args:
         config: The resolved configuration (a preset with its overrides, in which values may be
-            "auto"). `run.dir` is the run directory. If it asks for more prompts than there are, the
-            run takes all that there are, and a line says so; `config.yaml` then has the reduced
-            numbers.
+            "auto"). `run.dir` is the run directory. If the configuration asks for more prompts than
+            there are, the run uses fewer and prints a line; `config.yaml` then has the reduced
+            numbers (`fit_prompt_counts`).
         progress: The output in the terminal, entered as a context manager by the caller.
         profile: Numbers of the iterations, from 1, to trace to `profile/`. They must not be
             complete yet.
         html_report: Whether `report.html` is kept up to date, in at most 1 % of the time.
-        force: Whether to go on in three cases that are otherwise an InputError: input files
+        force: Whether to continue in three cases that otherwise raise InputError: input files
             (prompts, instruction, base weights, plug-ins, questions of judges) have changed since
-            the last checkpoint, the sizes are estimated not to fit into memory, or solrl_jax did
-            not write the `report.html` that the report would replace.
+            the last checkpoint, the run is estimated not to fit into memory, or solrl_jax did not
+            write the `report.html` that the report would replace.
 
     Returns:
         The summary of the run, a dict: "run" (its directory as text), "iterations" (the number of
@@ -200,7 +202,8 @@ def run(
     Raises:
         InputError: If the configuration, the run directory or an input file cannot be used, or if
             another process uses the directory.
-        ConfigError: If the configuration of the run that is in the directory is invalid.
+        ConfigError: If the configuration of the run that is in the directory is invalid, or if
+            `config` becomes invalid with the available prompts or the imported objective.
         RunError: If the run fails for another reason, such as a full disk, damaged checkpoints, a
             reward that fails (RewardError) or a process that gives no answer.
         Diverged: If rewards, loss or trained parameters stop being finite. It is a RunError.
@@ -291,7 +294,7 @@ def run(
 
 
 def _refuse_foreign_report(path: RunPath, force: bool) -> None:
-    """Checks that a report replaces nothing but a report of solrl_jax.
+    """Checks that a report would replace nothing but an earlier report of solrl_jax.
 
     Args:
         path: The file that the report would replace, `report.html` in the run directory. It need
@@ -389,8 +392,10 @@ def _train(this: _Run) -> None:
     and the policy is evaluated if that is due and not recorded yet. Each iteration writes its file
     of the ledger and its metrics, even if its evaluation fails, and refreshes the HTML report. One
     with an evaluation also writes images of its candidates, unless `eval.num_grid_images` is 0.
-    Checkpoints are saved as `_checkpoint_is_due` says, but not after an iteration that could not
-    learn; and with `run.keep_best`, also after an evaluation that an earlier start has missed.
+
+    A checkpoint is saved whenever `_checkpoint_is_due` says so, but not after an iteration from
+    which nothing could be learned. With `run.keep_best`, one is also saved after an evaluation that
+    an earlier start has missed.
 
     Args:
         this: The run. `state` and `done` are always those of the last complete iteration, also
@@ -402,7 +407,7 @@ def _train(this: _Run) -> None:
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         PermissionError: If a folder of the cache of prompts may not be searched.
         RunError: If the disk refuses, or another part of the run fails.
-        Exception: What Weights & Biases raises, as it is, in the first process.
+        Exception: Any error of Weights & Biases, unchanged, in the first process.
     """
     config = this.config
     progress = this.progress
@@ -476,13 +481,15 @@ def _prepare(this: _Run) -> None:
     """Encodes the prompts that the rest of the run needs, and calibrates exploration if necessary.
 
     Every process calls this. With a prompt cache (`model.prompt_cache_dir`), the training, test and
-    calibration prompts that it lacks (the empty one too) are encoded and the text encoders are
-    freed. Without one, prompts are encoded later, when they are needed. Exploration is calibrated,
-    for every image size, only if its options need it and iterations are left.
+    calibration prompts and the empty prompt are encoded, if the cache lacks them; then the text
+    encoders are freed. Without a cache, prompts are encoded later, when they are needed.
+    Exploration is calibrated, for every image size, only if its options need it and iterations are
+    left.
 
     Args:
         this: The run. Its experiment's prompt cache is filled, and its explorers keep the solver
-            schedule and the quantizer that their options measured; `state` and `done` stay.
+            schedule and the quantizer that their options measured. `state` and `done` do not
+            change.
 
     Raises:
         InputError: If the prompts cannot be encoded, for example because a file of a text encoder
@@ -549,8 +556,8 @@ def _choose_exploration_level(this: _Run) -> int:
     """Chooses the precision and number of steps that the next iteration explores with.
 
     If the cheap rewards of exploration have ranked candidates too badly, a more faithful setting is
-    chosen; if they have ranked well for long, a less faithful one is tried again (`next_level`).
-    Prints a line if it differs from that of the last iteration.
+    chosen. If they have ranked well for long, a less faithful one is tried again (`next_level`).
+    Also prints a line if the setting differs from that of the last iteration.
 
     Args:
         this: The run. The rank correlations ("fidelity/spearman") and settings ("fidelity/level")
@@ -583,9 +590,10 @@ def exploration_history(
 
     Args:
         rows: The rows of `metrics.jsonl` in order. "fidelity/level" is the index of the setting
-            that an iteration explored with; rows without a valid one are left out, and of several
-            rows of an iteration the last counts.
-        num_settings: The number of exploration settings; an index is valid below it.
+            that an iteration explored with. Rows without a valid index are left out. If an
+            iteration has several rows with one, the last of them counts.
+        num_settings: The number of exploration settings. Valid indices are whole numbers from 0 to
+            `num_settings` - 1.
 
     Returns:
         For each iteration from 1 on that has such a row, ascending, a pair: the index of its
@@ -606,12 +614,14 @@ def exploration_history(
 
 
 def _learned_nothing(row: Row) -> bool:
-    """Whether an iteration could not update the parameters for want of finite numbers.
+    """Whether an iteration could not update the parameters because its numbers were not finite.
 
-    That is so in two cases. Either no loss or no gradient of a reward was finite: some
-    micro-batches were skipped ("skipped_micro_batches" above 0) or some samples were left out
-    ("nonfinite_targets" above 0), and "grad_norm" is 0. Or no prompt had `rollout.kept` finite
-    rewards: "kept/spread" is NaN.
+    There are two such cases:
+
+    * no loss, or no gradient of a reward, was finite: some micro-batches were skipped
+      ("skipped_micro_batches" above 0) or some samples were left out ("nonfinite_targets" above 0),
+      and "grad_norm" is 0;
+    * no prompt had `rollout.kept` finite rewards: "kept/spread" is NaN.
 
     Args:
         row: The metrics of the iteration by name. "nonfinite_targets" may be missing and counts as
@@ -622,8 +632,8 @@ def _learned_nothing(row: Row) -> bool:
 
 
 def _all_advantages_are_zero(candidates: Mapping[str, Any]) -> bool:
-    """Whether no kept sample of an iteration has an advantage, because the rewards of each prompt
-    are equal.
+    """Whether the advantages of all kept samples of an iteration are 0, as they are if the rewards
+    of each prompt are equal.
 
     Args:
         candidates: The columns of the iteration's ledger by name, of which "advantage" is read: a
@@ -648,8 +658,8 @@ def _stop_if_diverged(this: _Run, row: Row, failures: int) -> None:
             may be the number of all prompts, and "skipped_micro_batches" tells a loss from a
             gradient of the reward).
         failures: The number of iterations in a row, up to this one, from which nothing could be
-            learned. Three (`MAX_FAILED_ITERATIONS`) end the run; after its last iteration, one
-            does.
+            learned. Three (`MAX_FAILED_ITERATIONS`) end the run. If this is the last iteration of
+            the run, a single one raises Diverged.
 
     Raises:
         Diverged: If the run must end. The message names the iteration, the problem and the last
@@ -698,8 +708,8 @@ def _is_finite(state: TrainState) -> jax.Array:
 def _evaluation_is_due(config: Config, done: int) -> bool:
     """Whether the policy is evaluated after `done` iterations.
 
-    It is before the first iteration (0) and after the last one, and if `eval.every` is above 0 also
-    every `eval.every` iterations.
+    The policy is evaluated before the first iteration (0) and after the last one. If `eval.every`
+    is above 0, it is also evaluated every `eval.every` iterations.
 
     Args:
         config: The configuration, of which `train.iterations` and `eval.every` are read.
@@ -750,11 +760,11 @@ def _evaluate(this: _Run) -> Row:
           * "eval/NAME" and "eval/NAME/standard_error": the mean of each score over the images where
             it is finite ("reward", the weighted sum, and every single one), and its standard error,
             for which all images count as independent;
-          * "eval/reward_failures/NAME": for each reward outside of JAX, the number of images (of
-            clips, of scored frames) that it could not score;
+          * "eval/reward_failures/NAME": for each reward outside of JAX, the number of images (for
+            clips, the number of scored frames) that it could not score;
           * "eval/reward_cost/NAME/COUNTER": what it cost, e.g. "eval/reward_cost/judge/requests";
-          * "eval/hacking": 1 if there was a warning, else 0; only if there are scores that are not
-            trained on.
+          * "eval/hacking": 1 if there was a warning, else 0; only if `reward.eval_only` names
+            scores.
 
     Raises:
         KeyboardInterrupt: After a signal.
@@ -823,8 +833,8 @@ def _save_grid(this: _Run) -> None:
 def _checkpoint_is_due(config: Config, done: int) -> bool:
     """Whether the state is saved after `done` iterations.
 
-    It is after the last one, every `run.checkpoint_every` (at least 1) iterations, and, if
-    `run.keep_best` is above 0, after every evaluation.
+    The state is saved after the last iteration, every `run.checkpoint_every` (at least 1)
+    iterations, and, if `run.keep_best` is above 0, after every evaluation.
 
     Args:
         config: The configuration, of which `train.iterations`, `run.checkpoint_every`,
@@ -860,10 +870,13 @@ def _save(this: _Run) -> None:
 def _save_after_stop(this: _Run, cause: BaseException) -> bool:
     """Saves the last complete iteration after an interruption or a failure, and prints a line.
 
-    Nothing is saved if no iteration is complete, if the stop was within an update (which deletes
-    the arrays of the state), or if the state must not be continued from: after Diverged, and where
-    the stop came before its parameters were found to be finite and they are not. After a
-    failure, this waits for any save in progress. Every process calls this.
+    Every process calls this. After a failure, it also waits for any save in progress. Nothing is
+    saved in these cases:
+
+    * no iteration is complete;
+    * the stop was within an update, which deletes the arrays of the state;
+    * the cause is Diverged;
+    * the state is not finite, which is checked here if the stop came before `_stop_if_diverged`.
 
     Args:
         this: The run, with the state of its last complete iteration.
@@ -874,9 +887,10 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
         has the iteration.
 
     Raises:
-        RunError: If the state cannot be saved after an interruption. After a failure, an error of
-            the save is raised only if its message is that of `cause`, and otherwise printed. Also
-            if nothing is saved after a failure, and an earlier save, still in progress, fails.
+        RunError: After an interruption, if the state cannot be saved. After a failure, an error of
+            saving is raised if it has the same message as `cause`, and printed otherwise. If
+            nothing is saved after a failure, an error of an earlier save that was still in progress
+            is raised.
     """
     interrupted = isinstance(cause, KeyboardInterrupt)
     what = "interrupted" if interrupted else "failed"
@@ -946,7 +960,7 @@ def _summary(this: _Run, interrupted: bool, saved: bool) -> dict[str, Any]:
         this: The run. Its metrics have the evaluations; if they have no rows, as in processes other
             than the first, `metrics.jsonl` is read.
         interrupted: Whether the run was stopped before its end.
-        saved: What "saved" becomes: the result of `_save_after_stop`, or True without a stop.
+        saved: The value of "saved": the result of `_save_after_stop`, or True without a stop.
 
     Returns:
         A dict of JSON values: "run" (the directory as text), "iterations" (the number of complete

@@ -1,14 +1,14 @@
 """Writes files and directories that appear complete or not at all.
 
 A file or directory is written under a hidden sibling name, then renamed. If the process is killed,
-the old one or the new one is there, and hidden siblings, which the next write removes. Only between
-the two renames that replace a directory does neither have its name. A directory may also have a
-manifest, by which a reader can tell whether it was altered. If the disk refuses a write, the error
-is a RunError of one line.
+either the old or the new version is in place. Hidden siblings may remain, which the next write
+removes. Replacing a directory takes two renames, and between them neither version has the name. A
+directory may also have a manifest, by which a reader can tell whether it was altered. If the disk
+refuses a write, the error is a RunError of one line.
 
-In an object store (`stores.StorePath`) a file is written on this machine first and then put under
-its name at once. A directory is put file by file, its manifest last, and removed with its manifest
-first: it counts while its manifest is there.
+In an object store (`stores.StorePath`), a file is written on this machine first and then uploaded.
+It appears under its name only when it is complete. A directory is uploaded file by file, its
+manifest last, and removed with its manifest first. Readers ignore a directory without a manifest.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ from solrl_jax.errors import InputError, RunError, first_line
 from solrl_jax.storage.readers import parse_json, read_bytes
 from solrl_jax.storage.stores import RunPath, StorePath
 
-# Prefixes of the hidden siblings: of what is being written, and of what is being removed.
+# Prefixes of the hidden siblings: of paths that are being written, and of paths that are being
+# removed.
 PARTIAL = ".partial-"
 REMOVING = ".removing-"
 MANIFEST = "manifest.json"
@@ -209,9 +210,9 @@ def atomic_directory(path: RunPath) -> Iterator[Path]:
 
     Args:
         path: The directory to write. An existing directory or file is replaced, and missing parent
-            directories are created. If it is a link, only the link is replaced. In a store, which
-            has no rename, the old content is removed before the new one is uploaded file by file,
-            the manifest last; a failed upload leaves the files that it has written.
+            directories are created. If it is a link, only the link is replaced. A store has no
+            rename. There, the old content is removed first, and then the new files are uploaded one
+            by one, the manifest last. A failed upload leaves the files that it has written.
 
     Yields:
         The path of the empty temporary directory: `.partial-NAME` beside `path`, or, if `path` is
@@ -253,8 +254,8 @@ def refuse_existing(
         name: The argument that the paths come from, for the message, e.g. "out".
         paths: The paths that are about to be written. A link exists even if it leads nowhere.
         force: Whether existing files may be replaced. Devices and pipes never may.
-        folders: Whether existing directories are treated as files are, thus may be replaced with
-            `force`. If not, an existing directory is an error even with `force`.
+        folders: Whether existing directories are treated like files, so that `force` allows
+            replacing them. If not, an existing directory is an error even with `force`.
 
     Raises:
         InputError: If a path exists and may not be replaced. The message names it.
@@ -505,8 +506,9 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
     Args:
         temporary: The complete directory.
-        target: Its final path, on the same file system. An older directory there is replaced, or a
-            link (not what it leads to, which may be missing); for a moment, neither has the name.
+        target: Its final path, on the same file system. An older directory there is replaced. If
+            `target` is a link, the link is replaced and not what it leads to, which may be missing.
+            For a moment, neither directory has the name.
         replaced: A path beside `target`, not in use, to which the older directory is moved before
             it is removed. It stays there if the directory cannot be renamed to `target`.
 
@@ -525,9 +527,9 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 def stored_damage(directory: StorePath) -> str | None:
     """Compares the names and sizes of the files of a directory in a store with its manifest.
 
-    Contents are not compared, because that would download them; whoever downloads a directory
-    compares the copy by `find_damage`. Nothing is raised: a store that refuses, and a missing or
-    damaged manifest, are differences too.
+    Contents are not compared, because that would download them. After a download, `find_damage`
+    compares the contents of the copy. Nothing is raised: a store that refuses and a missing or
+    damaged manifest count as differences.
 
     Args:
         directory: The directory.
@@ -613,12 +615,12 @@ def download_directory(source: StorePath, target: Path) -> list[str]:
 
 
 def remove_directory(path: RunPath) -> None:
-    """Removes a directory with its content. A kill does not leave a part that looks complete under
-    its name.
+    """Removes a directory with its content. If the process is killed, no incomplete directory is
+    left that readers would take for a complete one.
 
-    On a disk the directory is renamed to `.removing-NAME` first, in place of an older one of that
-    name; of a link, only the link is removed. A store has no rename: there the manifest is removed
-    first, and readers ignore a directory without one.
+    On a disk, the directory is first renamed to `.removing-NAME`; an older one of that name is
+    removed. If the path is a link, only the link is removed. A store has no rename. There, the
+    manifest is removed first, and readers ignore a directory without one.
 
     Args:
         path: The directory. On a disk it must exist, unless its name is `.removing-NAME` already.
@@ -643,7 +645,7 @@ def _remove(path: Path) -> None:
     """Removes a directory with its content, a file, or a link (not its target).
 
     Args:
-        path: What to remove. It may be missing.
+        path: The path to remove. It may be missing.
 
     Raises:
         OSError: If the disk refuses.

@@ -85,13 +85,13 @@ def unavailable(what: str, error: Exception, remedy: str = "") -> InputError:
 
     Args:
         what: The subject of the message, e.g. the configuration field and its value.
-        error: What the client raised. The first line of its message is given as the REASON.
+        error: The error that the client raised. The first line of its message becomes REASON.
         remedy: Text that is appended to the message as it is, e.g. "; log in".
 
     Returns:
-        The error, to be raised. Its message is the line "WHAT cannot be downloaded from the Hub:
-        REASON" and the remedy; "(VARIABLE is set)" precedes the colon if `offline_variable` names
-        one.
+        The error, to be raised. Its message is "WHAT cannot be downloaded from the Hub: REASON",
+        followed by the remedy. If `offline_variable` names a variable, "(VARIABLE is set)" precedes
+        the colon.
     """
     variable = offline_variable()
     state = f" ({variable} is set)" if variable else ""
@@ -178,10 +178,10 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
 def find_cached(name: str, file: str = "model_index.json") -> Path | None:
     """Finds a file of a model repository in the local cache of the hub, without asking the hub.
 
-    Only the revision of the branch `main` that was downloaded last is searched.
+    Only the last downloaded revision of the branch `main` is searched.
 
     Args:
-        name: The repository, OWNER/NAME. Those of data sets are not found.
+        name: The model repository, OWNER/NAME.
         file: The file, as a path in the repository.
 
     Returns:

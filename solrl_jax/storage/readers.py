@@ -153,7 +153,7 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_fin
         The value: dictionaries, lists, text, numbers, booleans and None.
 
     Raises:
-        ValueError: If the text is no JSON, repeats a key in an object, has a value inside 32
+        ValueError: If the text is not JSON, repeats a key in an object, has a value inside 32
             (`DEPTH`) or more lists and objects, or has more than 2**21 (`MOST_NESTED`) opening
             brackets, also inside strings; or if `number` refuses.
     """
@@ -195,8 +195,8 @@ def to_strict_json(value: Any) -> Any:
 
     Args:
         value: Nested dictionaries, lists, tuples and plain values. It is not changed. Values of
-            other types (also NumPy's arrays and float32 scalars) and keys of dictionaries are taken
-            over as they are.
+            other types (also NumPy's arrays and float32 scalars) and keys of dictionaries stay as
+            they are.
 
     Returns:
         The copy.
@@ -226,8 +226,8 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ValueError: If the text is longer than 65,536 characters (`MOST_YAML`), repeats a key, or
             has an impossible date.
-        yaml.YAMLError: If the text is no YAML, has several documents, tags, aliases or keys that
-            are lists or dictionaries, or has a value inside 32 (`DEPTH`) or more lists and
+        yaml.YAMLError: If the text is not YAML; if it has several documents, tags, aliases, or keys
+            that are lists or dictionaries; or if a value lies inside 32 (`DEPTH`) or more lists and
             dictionaries.
     """
     if len(text) > MOST_YAML:

@@ -42,8 +42,8 @@ class StoreError(OSError, RunError):
         """Creates the error.
 
         Args:
-            path: The object that was asked for.
-            reason: Why there is no answer, in one line. It is also the attribute `strerror`.
+            path: The object that the request was for.
+            reason: Why the request failed, in one line. It is also the attribute `strerror`.
         """
         super().__init__(f"{path}: {reason}")
         self.strerror = reason
@@ -55,8 +55,9 @@ class StorePath:
 
     It has no `__fspath__`, so functions for files of this machine refuse it with a TypeError; `str`
     gives its URL. All methods that ask the store raise StoreError if it refuses or cannot be
-    reached, and InputError if the package that reads it is not installed. A FileNotFoundError of a
-    method is no StoreError. Creating paths and joining them by `/` asks nothing.
+    reached, and InputError if the package that reads it is not installed. The FileNotFoundErrors
+    that methods list under "Raises" are not StoreErrors. Creating paths and joining them by `/`
+    sends no request.
 
     Attributes:
         scheme: The store, "gs" or "s3" (a key of `PACKAGES`).
@@ -153,11 +154,11 @@ class StorePath:
             yield self / name
 
     def glob(self, pattern: str) -> Iterator["StorePath"]:
-        """Yields the paths directly below this one whose last part fits a pattern, in the order of
-        their names; none if there is no object below this path.
+        """Yields the paths directly below this one whose last part matches a pattern, sorted by
+        name; none if there is no object below this path.
 
         Args:
-            pattern: The pattern, as of `fnmatch`, without a slash. The case of letters matters.
+            pattern: A pattern of `fnmatch` without a slash. It is case-sensitive.
         """
         with contextlib.suppress(FileNotFoundError):
             for path in self.iterdir():
@@ -255,8 +256,8 @@ class StorePath:
         `iterdir` and `file_sizes` leave that object out.
 
         Args:
-            parents: Not read: no parent is needed.
-            exist_ok: Not read: nothing is wrong with an existing one.
+            parents: Ignored. No parent is needed.
+            exist_ok: Ignored. An existing directory is not an error.
         """
         (self / _MARKER).write_bytes(b"")
 
@@ -264,7 +265,7 @@ class StorePath:
         """Removes the object. Nothing happens if there is none.
 
         Args:
-            missing_ok: Not read.
+            missing_ok: Ignored. A missing object is not an error.
         """
         with self._requests(), contextlib.suppress(FileNotFoundError):
             _client(self.scheme).rm_file(str(self.key))
@@ -339,7 +340,7 @@ class StorePath:
 
     @contextlib.contextmanager
     def _requests(self) -> Iterator[None]:
-        """Turns whatever a client raises in the body into a StoreError. A context manager.
+        """Turns errors that a client raises in the body into a StoreError. A context manager.
 
         FileNotFoundError and InputError (by which `_client` says that a package is missing) pass
         unchanged, and so does a StoreError.

@@ -39,7 +39,8 @@ class Course:
         iterations: The iteration after which each evaluation was made, ascending: 0 (before
             training), every `eval.every` iterations, and the last one.
         cost: The cost of the run up to each evaluation, in seconds of counted work (`study.cost`);
-            0 at the first. NaN from an iteration on whose number format has no price.
+            0 at the first. NaN at all evaluations after an iteration whose number format has no
+            price.
         scores: The held-out scores at each evaluation, float [e], by name, "reward" first. NaN
             where a score was not finite.
         network_evaluations: The number of network evaluations for exploration and regeneration in
@@ -49,10 +50,11 @@ class Course:
             regenerated reward. "best" and "worst": the mean rank by the regenerated reward (1 is
             the best) of the better and the worse half by the explored one (`mean_true_ranks`).
             Empty for a run that does not regenerate.
-        watched: The names in `scores` of those that the configuration names in `reward.eval_only`,
-            which are not trained on.
-        trained: The held-out scores that the run trains on, at each evaluation by name, NaN where
-            one is unknown. Several are also in `scores`; a single one is there as "reward" alone.
+        watched: The names of the scores that `reward.eval_only` lists, as far as `scores` has them.
+            They are not trained on.
+        trained: The held-out scores that the run trains on, at each evaluation, float [e], by name;
+            NaN where a score is unknown. If there are several, `scores` has them too. A single one
+            is in `scores` only as "reward".
     """
 
     seed: int
@@ -91,16 +93,17 @@ def read_course(run: Run, prices: Prices) -> Course:
 
     Args:
         run: The run, trained and evaluated to the end. Its settings are read from the `config.yaml`
-            in its directory, whose numbers of prompts were reduced to those of its prompt sets.
+            in its directory, in which the numbers of prompts do not exceed those of its prompt
+            sets.
         prices: The seconds of each kind of work.
 
     Returns:
         The scores and costs at the run's evaluations, and the rank fidelity of its iterations.
 
     Raises:
-        InputError: If the metrics have no held-out reward at an evaluation, or if the ledger
-            of an iteration is missing, cannot be read or has another number of rows than
-            `train.num_prompts` times `rollout.candidates`; or if the `config.yaml` is missing or
+        InputError: If the metrics have no held-out reward at an evaluation, if the ledger of an
+            iteration is missing, cannot be read or has another number of rows than
+            `train.num_prompts` times `rollout.candidates`, or if the `config.yaml` is missing or
             cannot be read.
         ConfigError: If the `config.yaml` is no valid configuration, or the attribute `trains_on` of
             such an objective has an unknown value.
@@ -390,8 +393,8 @@ def reward_at_cost(course: Course, cost: float) -> float:
     """Returns the held-out reward that a run had reached at a cost.
 
     Args:
-        course: The run, of which the costs and rewards at its evaluations are used. The reward is
-            interpolated linearly between them, and NaN next to an unknown one.
+        course: The run. Its reward is interpolated linearly between the costs of its evaluations.
+            The result is NaN next to an unknown reward.
         cost: The cost in seconds of counted work. Beyond the last known cost of the run, or if
             it is NaN, the result is NaN.
     """
@@ -453,7 +456,7 @@ def cost_to_reach(cost: EvaluationSeries, reward: EvaluationSeries, level: float
     Args:
         cost: The costs of the points of the curve, ascending, in seconds of counted work. Straight
             lines connect the points.
-        reward: The rewards of the points. NaN ones do not count as reached.
+        reward: The rewards of the points. A NaN counts as below `level`.
         level: The reward to reach.
 
     Returns:

@@ -53,15 +53,15 @@ class Prices:
     ) -> float:
         """Returns the price of one iteration in seconds: the sum of its counted work.
 
-        Counted are exploration, regeneration, the decoding and scoring of both, the gradients of
+        The sum covers exploration, regeneration, the decoding and scoring of both, the gradients of
         the reward (for objectives that train on them), the update (priced as that of adapters) and,
         if `precision` is not `rollout.precision`, the sync. The first `rollout.explore.exact_steps`
         exploring steps are priced in `rollout.precision`, and regeneration takes `rollout.num_steps
         - continued` steps. Only the fraction `algorithm.kl_fraction` of the training terms takes a
-        prediction of the reference, and with `algorithm.kl_coef` 0 and most objectives none does
-        (`_skips_reference`). Left out are text encoders, classifier-free guidance,
+        prediction of the reference. If `algorithm.kl_coef` is 0, the terms of most objectives
+        take none (`_skips_reference`). The sum leaves out text encoders, classifier-free guidance,
         `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`. The image
-        size is that of the plan which the prices come from.
+        size is that of the plan that the prices come from.
 
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept
@@ -115,8 +115,8 @@ class Prices:
 def _skips_reference(config: Config) -> bool:
     """Returns whether the update needs no prediction of the reference policy.
 
-    It needs one if `algorithm.kl_coef` is above 0. If that is 0, dpo alone of the package's
-    objectives needs one.
+    It needs one if `algorithm.kl_coef` is above 0. If that is 0, dpo is the only objective of the
+    package that needs one.
 
     Args:
         config: The configuration. An objective `module:function`, which is imported, is priced as
@@ -163,25 +163,26 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     A plan has the seconds of each phase of an iteration of a preset with overrides. They are
     divided by the configuration's numbers of samples, steps and training terms. For an objective on
     reward gradients, the phase "targets" gives the price of a gradient of the reward. If the plan
-    is for several devices, the prices are the seconds that all of them take together on the work.
+    is for several devices, the prices are the seconds that all of them together take for the work.
 
     Args:
-        plan: The plan, as `solrl plan` prints it in JSON, with the keys "preset" (its name),
-            "overrides" (a list of `key=value`; without it, none but "objective" if there is a phase
-            "targets"), "device", "exploration" (a text
-            whose first word is the number format) and "phases" (a list of dicts with "name" and
-            "seconds"): "explore", "regenerate", "score", "update", and possibly "sync" and
-            "targets". Without "sync" or "score" that price is 0. If exploration has the training
-            precision, this has the price of regeneration.
+        plan: The plan, as `solrl plan` prints it in JSON. It has the keys "preset" (its name),
+            "overrides" (a list of `key=value`), "device", "exploration" (a text whose first word is
+            the number format) and "phases", a list of dicts with "name" and "seconds". The phases
+            are "explore", "regenerate", "update" and possibly "score", "sync" and "targets".
+            Without "score" or "sync", that price is 0. Plans of older versions have no "overrides";
+            if they have a phase "targets", their key "objective" (by default "opsd") names the
+            objective. If exploration runs in the training precision, the price of this format comes
+            from "regenerate".
 
     Returns:
         The prices, whose name is that of the preset's model (`model.name`) and the device.
 
     Raises:
         ConfigError: If there is no such preset, or an override is invalid.
-        InputError: If the plan has an objective `module:function`, or other values of
-            `rollout.explore.exact_steps` and `algorithm.kl_fraction` than 0 and 1, with which its
-            seconds do not divide into prices.
+        InputError: If the plan has an objective `module:function`, or if its
+            `rollout.explore.exact_steps` is not 0 or its `algorithm.kl_fraction` not 1, because its
+            seconds then do not divide into prices.
         KeyError: If an entry or a phase is missing, e.g. "regenerate".
         TypeError: If an entry is of another type. Other malformed plans raise ValueError,
             AttributeError or IndexError.
@@ -250,9 +251,8 @@ def find_prices(name: str) -> Prices:
         The seconds of each kind of work of one model on one device.
 
     Raises:
-        InputError: If there are no such prices, or the file is not such a plan, e.g. one of an
-            unknown preset, with seconds that are not above 0 or with overrides that `prices_of`
-            refuses.
+        InputError: If there are no such prices, if the file is not a plan that `prices_of` accepts,
+            or if one of the seconds is not above 0 ("sync" may be 0).
     """
     if name in (packaged := packaged_prices()):
         return packaged[name]

@@ -239,8 +239,8 @@ def draw(
     It has panels of reward over cost and over iterations, of each watched score over cost (also of
     arms that train on it), of the fidelity "spearman" over iterations (if an arm regenerates), and
     of the last reward over the values of each swept setting (if an arm of it is finished). Curves
-    are means over seeds, with a band of one standard error if there are several (bars in the last
-    panels); a curve over cost takes the costs of the arm's first run.
+    are means over seeds. If there are several seeds, a band shows one standard error on both sides
+    (bars in the panels of swept settings). A curve over cost uses the costs of the arm's first run.
 
     Args:
         path: The PNG file to write. It is replaced if it exists.

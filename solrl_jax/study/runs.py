@@ -39,15 +39,15 @@ def finished(run: Run) -> bool:
         run: The run.
 
     Returns:
-        True if it is; False if its directory is no run directory, its `config.yaml` differs from
-        `run.config` in any setting (apart from numbers of prompts that its prompt sets do not
-        have), or its metrics have no held-out reward of the last iteration (a reward that was not
-        finite counts).
+        True if it is. False if its directory is not a run directory, if its `config.yaml` differs
+        from `run.config` in any setting (except for numbers of prompts that were reduced to those
+        of its prompt sets), or if its metrics have no held-out reward of the last iteration (a
+        non-finite reward counts as one).
 
     Raises:
         InputError: If the `config.yaml` in the directory, or a prompt set, cannot be read.
-        ConfigError: If that file is no valid configuration, or if `run.config` is invalid with
-            every number of prompts up to that of the training set.
+        ConfigError: If that file is no valid configuration, or if no number of prompts up to that
+            of the training set makes `run.config` valid.
     """
     if not is_run(run.folder):
         return False
@@ -61,8 +61,8 @@ def finished(run: Run) -> bool:
 
 
 def _with_available_prompts(config: Config) -> Config:
-    """Returns a configuration with `train.num_prompts` and `eval.num_prompts` reduced to the
-    numbers that its prompt sets have, as a run reduces them when it starts.
+    """Returns a configuration with `train.num_prompts` and `eval.num_prompts` reduced to the sizes
+    of its prompt sets, as a run reduces them when it starts.
 
     If a smaller `train.num_prompts` is needed, it is the largest one with which the configuration
     is valid. Sets of the hub are downloaded unless they are in its cache.
@@ -72,8 +72,8 @@ def _with_available_prompts(config: Config) -> Config:
 
     Raises:
         InputError: If a prompt set cannot be read.
-        ConfigError: If the configuration is invalid with every number of prompts up to that of the
-            training set.
+        ConfigError: If no number of prompts up to that of the training set makes the configuration
+            valid.
     """
     train_prompts, test_prompts = load_prompt_sets(config)
     return fit_prompt_counts(config, len(train_prompts), len(test_prompts))[0]
@@ -94,8 +94,8 @@ def train(
             `out/programs`.
         processes: The number of runs that train at once, at least 1. They share the threads of the
             CPU equally.
-        say: Called in this thread with one line of progress at a time: how many runs are finished
-            at the start (if any), and then for each run that ends its name with its first and last
+        say: Called in this thread with one line of progress at a time: at the start, how many runs
+            are finished (if any are); then, whenever a run ends, its name with its first and last
             reward, or why it failed. An error that it raises stops the runs as Ctrl-C does, and is
             raised again.
 
@@ -106,8 +106,8 @@ def train(
     Raises:
         InputError: If the configuration of an existing run directory, or the prompt sets of a run
             whose directory has another configuration, cannot be read.
-        ConfigError: If the configuration of an existing run directory is invalid, or if that of its
-            run is invalid with every number of prompts up to that of the training set.
+        ConfigError: If the configuration of an existing run directory is invalid, or if no number
+            of prompts up to that of the training set makes the configuration of its run valid.
         RunError: If the log of a run cannot be created, or its process cannot be started. No other
             run is started, and those that train are stopped, save their last complete iteration,
             and are waited for.

@@ -23,8 +23,8 @@ def summarize(
         runs: All runs of the study, finished or not, at least one of each arm. Their directories
             are read.
         prices: The seconds of each kind of work.
-        failed: Why runs failed, by their names ARM-SEED. Only used for runs that are not finished;
-            the reason of others without an entry is "not finished".
+        failed: Why runs failed, by their names ARM-SEED. Entries of finished runs are ignored. The
+            reason of an unfinished run without an entry is "not finished".
 
     Returns:
         A tuple: the content of `study.json`, and the courses of the finished runs by arm (an empty
@@ -94,10 +94,10 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
 
     Returns:
         A dict of three texts. "cost": the prices. "evaluation": how held-out rewards were measured.
-        "trained on": the devices and the versions of JAX and Python. For the latter two, the texts
-        of runs that differ are joined by semicolons, "unknown" stands for an entry that a
-        `run.json` lacks, or for each if there is no such file, and the whole text is "no run is
-        finished" without runs.
+        "trained on": the devices and the versions of JAX and Python. In the latter two, different
+        texts of several runs are joined by semicolons. "unknown" stands for an entry that a
+        `run.json` lacks, and for all entries if there is no such file. Without runs, both texts
+        are "no run is finished".
 
     Raises:
         InputError: If the `run.json` of a run is damaged.

@@ -46,8 +46,8 @@ class ClipTargets:
 
     Attributes:
         objects: The object, as the `data.shapes.verifier.Targets` of the caption "a COLOR SHAPE".
-            Of the two groups of objects there, the first is this one object, of any size (-1), and
-            the second has count 0.
+            Its first group is this one object, of any size (-1). Its second group is absent (count
+            0).
         motion: Index into `scenes.MOTIONS`, int32.
     """
 
@@ -134,7 +134,8 @@ def verify(clips: Float[Array, "n t h w 3"], targets: ClipTargets) -> ClipVerdic
 def _judge_motion(
     centroid: Float[Array, "t 2"], motion: Int[Array, ""]
 ) -> tuple[Float[Array, ""], Bool[Array, ""]]:
-    """Returns how well an object moves as a caption says, in [0, 1], and whether it does.
+    """Returns two scalars: how well an object moves as a caption says, in [0, 1], and whether it
+    does.
 
     It moves in a direction if it covers more than 6 pixels along it from the first to the last
     frame, is always less than 2.5 pixels beside the line in this direction through its first

@@ -55,7 +55,7 @@ def largest_components(
 
     Args:
         labels: The label of each pixel's component, from `label_components`.
-        covered: Which pixels count: those of a color, not those of the background.
+        covered: Which pixels have a color. Background pixels do not count.
         count: The number k of components to return, at least 1.
 
     Returns:

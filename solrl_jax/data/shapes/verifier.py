@@ -241,8 +241,8 @@ def measure(image: Float[Array, "h w 3"]) -> Components:
 
     Returns:
         The measurements of the 8 largest components, the largest first, and the area of all
-        components that are too small for an object or not among the 8.
-        Lengths and areas are scaled as if the image had the area 32 x 32 pixels.
+        components that are too small for an object or not among the 8. Lengths and areas are scaled
+        as if the image had the area 32 x 32 pixels.
     """
     unit = math.sqrt(image.shape[0] * image.shape[1]) / scenes.BASE
     # One plane per channel, because arrays whose last axis is three long are slow.
@@ -313,9 +313,10 @@ def _classify_pixels(offset: list[Float[Array, "h w"]]) -> Int[Array, "h w"]:
     """Returns the index of each pixel's color, or -1 for the background.
 
     A pixel at an edge is a mixture of a color and the background, so its RGB value lies between
-    both. It gets the color whose line segment is nearest, at whatever distance (among equally near
-    ones the first), and -1 if it projects to at most half of the way from the background to that
-    color. The segment begins at the background and ends a tenth of its length beyond the color.
+    both. It gets the color whose line segment is nearest, at whatever distance; the first color
+    wins a tie. The segment begins at the background and ends beyond the color, by a tenth of the
+    distance between the two. A pixel that projects to at most half of the way from the background
+    to its color gets -1.
 
     Args:
         offset: The image minus the background color, light gray (`scenes.BACKGROUND`), one plane

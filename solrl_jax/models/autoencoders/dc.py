@@ -129,9 +129,9 @@ class AutoencoderDCConfig(ReleasedConfig):
 
         Raises:
             ValueError: If a value is not supported, such as an even kernel size, a stage without
-                layers or a list that has not one entry per stage, or if the numbers of channels of
-                neighboring stages do not fit each other (`_check_widths`). The message names the
-                field and what it accepts.
+                layers, or a list whose length is not the number of stages; or if the numbers of
+                channels of neighboring stages do not fit each other (`_check_widths`). The message
+                names the field and the accepted values.
         """
         num_stages = len(self.encoder_block_out_channels)
         self.require(num_stages > 0, "encoder_block_out_channels", "a list with one or more stages")
@@ -263,7 +263,7 @@ class MultiscaleProjection(nnx.Module):
 
     Args:
         channels: number of channels of queries, keys and values together, a multiple of `size`.
-        size: number of features of a head. So many consecutive channels are a group of the 1x1
+        size: number of features of a head, and of consecutive channels in each group of the 1x1
             convolution.
         kernel: size of the depthwise convolution's kernel, an odd number.
         rngs: random number generators for the initial weights.

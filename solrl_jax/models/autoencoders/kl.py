@@ -82,10 +82,10 @@ class KLConfig(ReleasedConfig):
 
         Raises:
             ValueError: `act_fn` is not "silu"; an entry of `down_block_types` is not
-                "DownEncoderBlock2D", or one of `up_block_types` not "UpDecoderBlock2D";
-                `block_out_channels` is empty or has an entry that is no multiple of
-                `norm_num_groups`; or the block types have another number of entries. The message
-                names the field.
+                "DownEncoderBlock2D"; an entry of `up_block_types` is not "UpDecoderBlock2D";
+                `block_out_channels` is empty or has an entry that is not a positive multiple of
+                `norm_num_groups`; or one of the lists of block types does not have as many entries
+                as `block_out_channels`. The message names the field.
         """
         self.require_one_of("act_fn", ("silu",))
         self.require_one_of("down_block_types", ("DownEncoderBlock2D",))
@@ -212,7 +212,7 @@ class AutoencoderKL(nnx.Module):
 
 class Decoder(nnx.Module):
     """The decoder network: a convolution, the blocks of the coarsest resolution, stages from coarse
-    to fine, of which all but the last end with upsampling, then norm, SiLU and a convolution.
+    to fine, then norm, SiLU and a convolution. All stages but the last end with upsampling.
 
     Args:
         config: configuration of the autoencoder (`KLConfig`) whose `block_out_channels` are the
@@ -421,8 +421,8 @@ class Upsample2D(nnx.Module):
 
 
 class GroupNorm(nnx.Module):
-    """Group normalization (arXiv 1803.08494) over all pixels and `channels / groups` channels,
-    computed in float32.
+    """Group normalization (arXiv 1803.08494) over all pixels and the channels of a group, computed
+    in float32.
 
     1e-6 (`NORM_EPS`) is added to the variance. The weight `scale` is 1 and the bias 0 at first;
     both have one entry per channel.
@@ -458,8 +458,8 @@ class GroupNorm(nnx.Module):
             A float32 array of the shape of `x`.
         """
         grouped = x.astype(jnp.float32).reshape(*x.shape[:3], self.groups, -1)
-        # Both sums take one pass over memory. They are about the first pixel's mean, which is close
-        # to the mean of all pixels, so that few digits cancel.
+        # Both sums take one pass over memory. They are sums of differences from the first pixel's
+        # mean, which is close to the mean of all pixels, so that few digits cancel.
         first_pixel = x[:, :1, :1].astype(jnp.float32).reshape(len(x), 1, 1, self.groups, -1)
         origin = first_pixel.mean(-1, keepdims=True)
         centered = grouped - origin

@@ -27,8 +27,8 @@ def decode_tiled(
             images (or clips) that are `compression` times as high and wide.
         latent: the whole latents [b, h, w, c], or [b, t, h, w, c] of clips, whose frames are not
             divided.
-        tile: side of a tile in latent pixels, at least 1. An axis of the latent with at most so
-            many pixels is not divided.
+        tile: side of a tile in latent pixels, at least 1. An axis of the latent with at most `tile`
+            pixels is not divided.
         overlap: minimum number of latent pixels that neighboring tiles share, from 0 to `tile - 1`
             (not checked). There are as few tiles as this allows, evenly spaced. In the shared
             region, one tile fades linearly into the next.
@@ -75,8 +75,8 @@ def _place_tiles(size: int, tile: int, overlap: int, compression: int) -> tuple[
     into the one before.
 
     Args:
-        size: size of the latent along the axis, in latent pixels. Up to `tile`, there is a single
-            tile of this size.
+        size: size of the latent along the axis, in latent pixels. If it is at most `tile`, there is
+            a single tile of this size.
         tile: side of a tile in latent pixels.
         overlap: minimum number of latent pixels that neighboring tiles share, less than `tile`.
         compression: side, in image pixels, of the square that one latent pixel stands for.
@@ -103,8 +103,8 @@ def _blend(canvas: Array, piece: Array, start: Array, ramp: Array, axis: int) ->
     value.
 
     Args:
-        canvas: the image before, float32 [batch, height, width, colors], or the clip, with an axis
-            of frames after the first.
+        canvas: the image so far, float32 [batch, height, width, colors], or the clip so far, with
+            an axis of frames after the first.
         piece: the image of the tile or row, with the shape of `canvas` except along `axis`.
         start: index in `canvas`, along `axis`, where the piece begins.
         ramp: weight of the piece in the blend, from 0 to 1; it broadcasts to the shape of the

@@ -213,10 +213,11 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
             ValueError: If a common field has an unsupported value (`VideoAutoencoderConfig.check`);
                 if a scale factor is not the compression that follows from `dim_mult`, `patch_size`
                 or `temperal_downsample`; if `out_channels` is not 3 times the square of
-                `patch_size`; or if `is_residual` is set and, for an i from 2 on, `dim_mult[i]` does
-                not divide 4 times `dim_mult[i - 1]` (8 times, if `temperal_downsample[i - 2]` is
-                true): these are the input and output of the stage that upsamples resolution i - 1
-                to i - 2. The message names the field.
+                `patch_size`; or if `is_residual` is set and neighboring entries of `dim_mult` do
+                not fit. For each index i from 2 on, the entry `dim_mult[i]` must divide 4 times
+                `dim_mult[i - 1]`, or 8 times if `temperal_downsample[i - 2]` is true. (The two
+                entries give the input and output channels of the stage that upsamples from
+                resolution i - 1.) The message names the field.
         """
         super().check()
         colors = 3 * self.patch**2
@@ -300,9 +301,9 @@ class AutoencoderKLWan(nnx.Module):
     Args:
         config: configuration of the autoencoder. Its means and standard deviations are not applied
             here (`VideoAutoencoderConfig.unscale`).
-        temporal: True (the default): the network has the temporal upsampling of the configuration.
-            False (Qwen-Image's autoencoder): it has none, and is for clips of one frame only (not
-            checked).
+        temporal: whether the network has the temporal upsampling of the configuration (the
+            default). False (Qwen-Image's autoencoder) is for clips of one frame only, which is not
+            checked.
         rngs: random number generators for the initial weights.
     """
 
@@ -334,8 +335,8 @@ class AutoencoderKLWan(nnx.Module):
 
         Args:
             latent: latents on the scale of the autoencoder, the result of `config.unscale`.
-            chunk: the most latent frames in a chunk, at least 1. The length of the chunks is the
-                largest divisor of `t - 1` up to this number.
+            chunk: the largest number of latent frames in a chunk, at least 1. The chunks after the
+                first frame have a length that divides `t - 1`, the largest one up to this number.
 
         Returns:
             The clips, in the dtype of `latent`, as `decode` returns them.
@@ -393,6 +394,7 @@ class History:
         after: for the next chunk: a list with the last two input frames [b, 2, h, w, c] of each
             convolution over time that was applied so far, in the order of application. Where the
             chunk has fewer frames, frames of `before` (for the first chunk: zeros) precede them.
+            A convolution that is not applied to the first chunk (`skip`) has zeros here.
     """
 
     def __init__(self, before: Iterable[Array] | None):
@@ -435,13 +437,13 @@ class History:
 
 class Decoder(nnx.Module):
     """The decoder network: a convolution, the blocks of the coarsest resolution (`MidBlock`), the
-    stages from coarse to fine (`Stage`, or `ResidualStage` if `config.residual`), of which all but
-    the last end with upsampling, then norm, SiLU and a convolution.
+    stages from coarse to fine (`Stage`, or `ResidualStage` if `config.residual`), then norm, SiLU
+    and a convolution. All stages but the last end with upsampling.
 
     Args:
         config: configuration of the autoencoder.
-        temporal: True: the network has the temporal upsampling of the configuration. False: it has
-            none, and is for clips of one frame only.
+        temporal: whether the network has the temporal upsampling of the configuration. False is for
+            clips of one frame only.
         rngs: random number generators for the initial weights.
     """
 
@@ -589,8 +591,9 @@ class ResidualStage(Stage):
     ) -> Float[Array, "b T H W n_out"]:
         """Applies the residual blocks, then the upsampling if there is one.
 
-        With upsampling, the input with repeated pixels (`repeat_pixels`) is added to the result. Of
-        the two copies of a clip's first frame in time, only the second is added.
+        With upsampling, the input with repeated pixels (`repeat_pixels`) is added to the result.
+        With temporal upsampling, `repeat_pixels` makes two copies of a clip's first frame, which
+        becomes a single frame of the result; only the second copy is added.
 
         Args:
             x: clips with `n_in` channels.

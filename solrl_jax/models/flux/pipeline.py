@@ -203,8 +203,8 @@ class FluxPipeline(Pipeline):
 
         Raises:
             InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
-                (Those that this package carries for `solrl plan` have none either, but return
-                zeros, because a plan needs only shapes.)
+                (The tokenizers that this package carries for `solrl plan` have none either, but
+                return zeros, because a plan needs only shapes.)
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],
@@ -223,9 +223,10 @@ class FluxPipeline(Pipeline):
                 them.
 
         Returns:
-            "text" [b, l, d], the last hidden states of T5 for all l tokens, and "pooled" [b, e],
-            CLIP's hidden state at the end-of-text token, without CLIP's final projection. Both are
-            those after the encoder's final norm, and have its dtype.
+            A dictionary with "text" [b, l, d], the last hidden states of T5 for all l tokens, and
+            "pooled" [b, e], CLIP's hidden state at the end-of-text token, without CLIP's final
+            projection. Both are taken after the final norm of their encoder, in the dtype of its
+            token embedding.
         """
         clip = self.text_encoders["text_encoder"](params["text_encoder"])
         t5 = self.text_encoders["text_encoder_2"](params["text_encoder_2"])

@@ -42,8 +42,8 @@ class FluxConfig(TransformerConfig):
     for an unknown field.
 
     Attributes:
-        patch_size: 1, the only supported value. (The network combines squares of 2 x 2 latent
-            pixels to one token whatever this is.)
+        patch_size: 1, the only supported value. (It has no effect: the network always merges 2 x 2
+            latent pixels into one token.)
         in_channels: number of input features of an image token: four times the channels of a
             latent.
         out_channels: number of output features of an image token, four times the channels of the
@@ -79,8 +79,8 @@ class FluxConfig(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: `patch_size` is not 1; the input or output channels are no multiple of 4; or
-                `axes_dims_rope` is not three positive even integers whose sum is
+            ValueError: `patch_size` is not 1; `in_channels` or `out_channels` is not a multiple of
+                4; or `axes_dims_rope` is not three positive even integers whose sum is
                 `attention_head_dim`. The message names the field.
         """
         self.require(

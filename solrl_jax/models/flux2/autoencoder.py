@@ -1,8 +1,8 @@
 """FLUX.2's autoencoder: `AutoencoderKLFlux2` of diffusers in Flax NNX.
 
-It has the networks of `models.autoencoders.kl`. The diffusion model's latents differ: each stands
-for 2 x 2 latents of the network and has four times the channels, and every channel is normalized by
-its mean and variance over the training images, which the files hold.
+It has the networks of `models.autoencoders.kl`, but the diffusion model's latents differ. One of
+their pixels holds 2 x 2 latent pixels of the network, so they have four times the channels. Every
+channel is normalized by its mean and variance over the training images, which the files hold.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from solrl_jax.models.autoencoders.kl import AutoencoderKL, KLConfig
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.pixel_shuffle import depth_to_space
 
-PATCH = 2  # side of the square of network latents that one latent of the diffusion model stands for
+PATCH = 2  # side, in the network's latent pixels, of one latent pixel of the diffusion model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,10 @@ class AutoencoderKLFlux2Config(KLConfig):
     """The configuration of FLUX.2's autoencoder: the fields of a released `config.json`.
 
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
-    Only the decoder is built; the fields of the encoder are read and checked. The diffusion model's
-    latents are the autoencoder's, with each 2 x 2 pixels stacked into the channels of one, and
-    every channel normalized. The constructor raises ValueError for a value that is not supported;
-    so does `read` for an unknown field.
+    Only the decoder is built; the fields of the encoder are read and checked. In the diffusion
+    model's latents, each square of 2 x 2 pixels of the autoencoder's latents is stacked into the
+    channels of one pixel, and every channel is normalized. The constructor raises ValueError for a
+    value that is not supported; so does `read` for an unknown field.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
@@ -43,8 +43,8 @@ class AutoencoderKLFlux2Config(KLConfig):
             four times as many.
         norm_num_groups: number of groups of channels in every group normalization.
         sample_size: side, or height and width, of the training images in pixels. It has no effect.
-        force_upcast: whether the network needs float32. Pipelines then decode in float32 whatever
-            precision the rest of the model has (`Pipeline.vae_dtype`).
+        force_upcast: whether the network needs float32. Pipelines then decode in float32, even if
+            the rest of the model has another dtype (`Pipeline.vae_dtype`).
         use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
             no effect here.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
@@ -86,9 +86,10 @@ class AutoencoderKLFlux2Config(KLConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: `act_fn`, a block type or `patch_size` is not the supported value; a number
-                of channels of a stage is no multiple of `norm_num_groups`; there are no stages; or
-                the lists with one entry per stage differ in length. The message names the field.
+            ValueError: `act_fn`, a block type or `patch_size` is not the supported value; the
+                number of channels of a stage is not a positive multiple of `norm_num_groups`; there
+                are no stages; or the lists with one entry per stage differ in length. The message
+                names the field.
         """
         super().check()
         self.require(self.patch_size == (PATCH, PATCH), "patch_size", f"[{PATCH}, {PATCH}]")

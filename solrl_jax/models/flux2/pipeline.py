@@ -30,9 +30,9 @@ def empirical_mu(steps: int, tokens: int) -> float:
     """Returns the natural logarithm mu of the factor by which FLUX.2 shifts its schedule towards
     noise.
 
-    Equal to `compute_empirical_mu` of diffusers. Up to 4300 tokens it is linear in the number of
-    steps and in the number of tokens, each with the other fixed. Above, it is that for 200 steps,
-    whatever their number.
+    Equal to `compute_empirical_mu` of diffusers. Up to 4300 tokens, mu is linear in the number of
+    steps and in the number of tokens, each with the other fixed. Beyond 4300 tokens, it is the
+    value for 200 steps and does not depend on `steps`.
 
     Args:
         steps: number of sampling steps.
@@ -195,8 +195,8 @@ class Flux2KleinPipeline(Pipeline):
 
         Raises:
             InputError: `max_tokens` is above 4096, or the tokenizer fails or has no usable chat
-                template or no vocabulary. (Those that this package carries for `solrl plan` have no
-                vocabulary either, but return zeros, and a mask that is all true.)
+                template or no vocabulary. (The tokenizers that this package carries for `solrl
+                plan` have no vocabulary either, but return zeros and a mask that is all true.)
         """
         texts = chat(self.tokenizer, prompts, enable_thinking=False)
         return tokenize(self.tokenizer, texts, max_tokens)
@@ -229,4 +229,4 @@ class Flux2KleinPipeline(Pipeline):
         Returns:
             `latent` itself.
         """
-        return latent  # the autoencoder itself undoes the normalization
+        return latent

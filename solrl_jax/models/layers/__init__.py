@@ -8,7 +8,8 @@ Four conventions hold for all networks:
 * Images are `[batch, height, width, channels]`, tokens are `[batch, length, features]`.
 * Attributes have the names of the PyTorch module that a network ports, so that published
   checkpoints load by name. The metadata of each parameter holds the last part of its PyTorch name
-  and its axis order there (`models.layers.parameter`). `models.loading.weights` reads nothing else.
+  and its axis order there (`models.layers.parameter`). `models.loading.weights` needs no other
+  description of a network.
 * Some layers return an `Activation` that is computed by the layer that reads it
   (`models.layers.activation`). A network only passes such a value on to other layers.
 """

@@ -20,8 +20,8 @@ from solrl_jax.quant.leaf import MATMUL
 from solrl_jax.quant.sharded_kernel import shard_map_kernel
 
 # Either a Boolean matrix, True where a query may attend to a key; or the number of keys, counted
-# from the first, that all queries of a sample attend to. No kernel has to read the latter as a
-# matrix.
+# from the first, that all queries of a sample attend to. cuDNN takes such numbers as sequence
+# lengths; for the other kernels they are converted to a matrix.
 Mask: TypeAlias = Bool[Array, "#b #n #t s"] | Int[Array, " b"]
 
 
@@ -286,9 +286,9 @@ def cudnn_fits(
     """Whether the program is traced for a GPU (of any generation) and cuDNN's flash attention takes
     these operands, also for a gradient.
 
-    The operands must be BF16 or FP16, and a head have a multiple of 8 features, up to 128. With a
-    bias or a mask matrix, both lengths must be even; without, odd ones are padded where cuDNN
-    requires it (`_cudnn_attention`).
+    The operands must be BF16 or FP16, and the number of features of a head must be a multiple of 8,
+    up to 128. With a bias or a mask matrix, both lengths must be even. Without them, lengths may be
+    odd: `_cudnn_attention` pads where cuDNN requires it.
 
     Args:
         q: Queries [b, t, n, h], or their shape and dtype.
@@ -321,9 +321,9 @@ def _cudnn_attention(
     requires. Call it only if `cudnn_fits` is True.
 
     For a gradient, cuDNN requires even lengths and a mask matrix of the full shape [b, n, t, s]. If
-    a gradient may be taken, the matrix is broadcast, and an odd length is padded by one position,
-    which the kernel ignores; otherwise no length is padded. Numbers of keys are passed as lengths
-    of the sequences.
+    a gradient may be taken, the matrix is broadcast to this shape, and an odd length is padded by
+    one position, which the kernel ignores. Otherwise no length is padded, and the matrix is
+    broadcast in all axes but that of heads. Numbers of keys are passed as lengths of the sequences.
 
     Args:
         q: Queries [b, t, n, h].
@@ -385,13 +385,13 @@ def _attend_to_all(
     """Computes attention under sequence parallelism, from the tokens of each device to all keys.
 
     XLA's partitioner cannot partition fused kernels where `sequence` is a manual axis, so each
-    device calls them with its own rows and heads. The gradients of keys and values are sums
-    over the queries of all devices. Kernels round these sums, so they must not be split: in the
-    backward pass, devices exchange their queries (an all-to-all), and each runs the kernel again
-    for all queries of some pairs of a sample and a head (pairs are repeated if their number is no
-    multiple of the devices). JAX adds up the gradients of keys and values over the devices, so they
-    are gathered on the first device, and the others return zeros. The result is named "matmul", so
-    gradient checkpointing "matmuls" keeps it.
+    device calls them with its own rows and heads. The gradients of keys and values are sums over
+    the queries of all devices. Kernels round these sums, so they must not be split. In the backward
+    pass, devices therefore exchange their queries (an all-to-all), and each runs the kernel again
+    for all queries of some pairs of a sample and a head. Pairs are repeated if their number is not
+    a multiple of the number of devices. JAX adds up the gradients of keys and values over the
+    devices, so they are gathered on the first device, and the others return zeros. The result is
+    named "matmul", so gradient checkpointing "matmuls" keeps it.
 
     Args:
         q: Queries of the tokens of this device [b, t, n, h].

@@ -26,7 +26,7 @@ def attention_fp8(
     q: Float[Array, "b t n h"], k: Float[Array, "b s n h"], v: Float[Array, "b s n h"]
 ) -> Float[Array, "b t n h"]:
     """Computes `softmax(h ** -0.5 q k^T) v` for each head, in FP8, without a mask. No gradient may
-    be taken of it, which is not checked.
+    be taken of the result, which is not checked.
 
     The matmuls run in FP8 on GPUs from Hopper on, if a head has a multiple of 16 features, up to
     128. On CPUs, plain JAX gives the same rounding for any head. On all other devices, and on GPUs

@@ -68,7 +68,8 @@ class Conv(nnx.Module):
         added, if there is one.
 
         For layers with a 3x3 kernel and stride 1, which is not checked. Except on CPUs, both steps
-        are one transposed convolution (`conv_upsampled`), which needs no upsampled image in memory.
+        are one transposed convolution (`conv_upsampled`), which needs no upsampled image in memory,
+        but rounds differently than the two steps would.
 
         Args:
             x: The images before upsampling.
@@ -91,9 +92,10 @@ def conv_upsampled(
     """Upsamples `x` by two (nearest neighbor) and applies a 3x3 convolution, both as one transposed
     convolution.
 
-    Where several taps of the kernel read copies of the same pixel of `x`, their sum is one tap of
-    the transposed convolution. Each output pixel then takes four taps instead of nine, and there is
-    no upsampled image in memory. On a CPU it is slower than two steps.
+    Where several taps of the kernel read copies of the same pixel of `x`, their sum, rounded to the
+    dtype of `x`, is one tap of the transposed convolution. Each output pixel then takes four taps
+    instead of nine, and there is no upsampled image in memory. On a CPU it is slower than two
+    separate steps.
 
     Args:
         x: The images before upsampling.

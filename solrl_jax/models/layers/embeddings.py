@@ -78,8 +78,8 @@ def unpatchify(
         patch: The side of a patch in pixels.
 
     Returns:
-        The images, of `rows * patch` by `columns * patch` pixels. The number of features of a
-        vector divided by `patch ** 2` is the number of channels.
+        The images, of `rows * patch` by `columns * patch` pixels. They have `f / patch ** 2`
+        channels, where f is the number of features of a vector.
     """
     x = tokens.reshape(len(tokens), rows, columns, patch, patch, -1).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(len(tokens), rows * patch, columns * patch, -1)
@@ -211,8 +211,8 @@ class Embedding(nnx.Module):
         """Looks up one vector per index.
 
         Args:
-            ids: Indices, from 0 to `count - 1`. Others are no error: larger ones give the last
-                vector, and negative ones count from the end.
+            ids: Indices, from 0 to `count - 1`. Other indices raise no error: larger ones give the
+                last vector, and negative ones count from the end.
 
         Returns:
             The vectors, in the dtype of the table.

@@ -37,11 +37,11 @@ class Linear(nnx.Module):
         self.bias = param(jnp.zeros(n_out), "bias") if bias else None
 
     def __call__(self, x: Float[Array, "... n_in"] | LazyActivation) -> Float[Array, "... n_out"]:
-        """Computes `x W + b` (`x W` without a bias) for an array of any rank or a lazy activation,
-        which gives an array, too.
+        """Computes `x W + b`, or `x W` without a bias, as an array.
 
         Args:
-            x: The input, of a floating-point dtype, with `n_in` features in the last axis.
+            x: The input, of a floating-point dtype, with `n_in` features in the last axis: an array
+                of any rank, or a lazy activation [b, s, n_in].
 
         Returns:
             An array with `n_out` features in the last axis, in the dtype of `x` (for a
@@ -49,9 +49,9 @@ class Linear(nnx.Module):
             weight).
 
         Raises:
-            ValueError: If `x` is not of a floating-point dtype, or has not `n_in` features and the
-                weight is in NVFP4.
-            TypeError: If `x` has not `n_in` features and the weight is not in NVFP4.
+            ValueError: If `x` is not of a floating-point dtype; or if it does not have `n_in`
+                features and the weight is in NVFP4.
+            TypeError: If `x` does not have `n_in` features and the weight is not in NVFP4.
         """
         if isinstance(x, LazyActivation):
             return self.lazy(x).value
@@ -66,8 +66,8 @@ class Linear(nnx.Module):
 
         Args:
             x: The input [b, s, in], an array or a lazy activation (one that is computed when it is
-                read). A lazy one is computed here: for a weight in FP8, INT8 or NVFP4, only codes
-                and scales of `x` are written to memory, for any other weight `x` itself.
+                read). A lazy one is computed here. For a weight in FP8, INT8 or NVFP4, only codes
+                and scales of `x` are written to memory; for any other weight, `x` itself is.
 
         Returns:
             The lazy activation [b, s, out], in the dtype of `x` (for a `HalfPrecisionWeight`, an

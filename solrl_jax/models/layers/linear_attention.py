@@ -98,8 +98,8 @@ class LinearAttention(AttentionProjections):
 
         Args:
             x: The image tokens [b, n, d], an array or a lazy activation (one that is computed when
-                it is read). Under sequence parallelism, those of this device; they attend to those
-                of all devices, whose keys and values are gathered in float32.
+                it is read). Under sequence parallelism, these are the tokens of this device. They
+                attend to the tokens of all devices, whose keys and values are gathered in float32.
             grid: Unused. The (rows, columns) of the tokens, for layers that replace this one and
                 depend on positions (`BlockMixing`).
 
@@ -134,12 +134,12 @@ class CrossAttention(AttentionProjections):
     ) -> Float[Array, "b n d"]:
         """Applies softmax attention from image tokens to text tokens, and the output layer.
 
-        No gradient may be taken of it if the linear layers are quantized.
+        No gradient may be taken of the result if the linear layers are quantized.
 
         Args:
-            x: The image tokens, which attend.
-            text: The text tokens, in the dtype of `x`, which are attended to. Every device has all
-                of them. Their width may differ from that of the image.
+            x: The image tokens, which attend. Under sequence parallelism, those of this device.
+            text: The text tokens, which are attended to, in the dtype of `x`. Every device has all
+                of them. They may have another number of features than the image tokens.
             mask: True for text tokens, False for padding, which is not attended to. None: all text
                 tokens are attended to.
 

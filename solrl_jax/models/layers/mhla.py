@@ -55,7 +55,7 @@ class Mhla:
 
 class BlockMixing(AttentionProjections):
     """MHLA's attention: linear attention that mixes the sums over keys among blocks of the image,
-    plus a depthwise 3x3 convolution of the values, over the whole image.
+    plus a depthwise 3x3 convolution of the values over the whole image.
 
     1e-6 is added to the ReLU of queries and keys, and to the denominator.
 
@@ -150,7 +150,7 @@ def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
         (blocks from top to bottom, blocks from left to right). Their product is `blocks`.
 
     Raises:
-        ValueError: If the grid does not divide into so many equal blocks.
+        ValueError: If the grid cannot be divided into `blocks` equal blocks.
     """
     rows, columns = grid
 

@@ -71,8 +71,8 @@ class JointBlock(nnx.Module):
 
         Args:
             text: The text tokens.
-            image: The image tokens; under sequence parallelism, the n of this device. Every device
-                has all of the text.
+            image: The image tokens; under sequence parallelism, the n tokens of this device. Every
+                device has all of the text.
             condition: The vector that modulates the block: the SiLU of the sum of the embedded
                 timestep, pooled text and, in FLUX.1-dev, guidance scale.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two

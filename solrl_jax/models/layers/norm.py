@@ -26,9 +26,9 @@ def layer_norm(
     Args:
         x: The input, of any floating-point dtype.
         eps: Added to the variance.
-        width: The number of leading columns that are not padding: kernels pad rows with zeros, and
-            mean and variance are over the first `width` columns. The others must be zero, and stay
-            zero. None: all columns.
+        width: The number of leading columns that are not padding, over which mean and variance are
+            taken. Kernels pad rows with zeros. The padding must be zero, and stays zero. None: all
+            columns.
 
     Returns:
         The normalized input, in the dtype of `x`.
@@ -61,8 +61,8 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Subtracts the mean of the last axis and divides by the standard deviation; then applies
-        weight and bias, if there are any.
+        """Subtracts the mean of the last axis and divides by the standard deviation. Then applies
+        weight and bias if the norm has them.
 
         Args:
             x: An array of any rank and floating-point dtype.
@@ -91,8 +91,8 @@ class LayerNorm(nnx.Module):
         Args:
             x: The input, of any floating-point dtype.
             shift: The shift of each sample and feature.
-            scale: The scale of each sample and feature, before 1 is added. (The norm's own weight
-                is another one.)
+            scale: The scale of each sample and feature, before 1 is added. It is not the learned
+                weight of the norm.
             modulate: Computes `x (1 + scale) + shift` from (x, shift, scale): `modulate` (the
                 default) rounds after each operation, `modulate_rounding_once` at the end.
 
@@ -150,9 +150,9 @@ def rms_norm(
         x: The input, of any floating-point dtype.
         scale: The weight, one factor per column, which broadcasts against `x`.
         eps: Added to the mean of the squares.
-        width: The number of leading columns that are not padding: kernels pad rows with zeros, and
-            the mean of the squares is over `width` columns. The padding stays zero. None: all
-            columns.
+        width: The number of leading columns that are not padding, over which the mean of the
+            squares is taken. Kernels pad rows with zeros. The padding must be zero, and stays zero.
+            None: all columns.
         save_squares: Whether, with gradient checkpointing "matmuls", the backward pass reads the
             sums of squares from memory instead of computing them again. The result is the same.
 
@@ -187,8 +187,8 @@ class RMSNorm(nnx.Module):
         self.offset = offset
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Divides by the root mean square of the last axis; then applies weight (plus `offset`) and
-        bias, if there is one.
+        """Divides by the root mean square of the last axis, multiplies by the weight plus `offset`,
+        and adds the bias if there is one.
 
         Args:
             x: An array of any rank and floating-point dtype.

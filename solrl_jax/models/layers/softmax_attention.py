@@ -67,8 +67,8 @@ def attend(
     which form one sequence.
 
     Under sequence parallelism, the streams and the result hold the tokens of one device, which
-    attend to those of all devices. No gradient may be taken of it with `fp8_attention`, or if a
-    layer that made the queries, keys or values is quantized.
+    attend to those of all devices. No gradient may be taken of the result with `fp8_attention`, or
+    if one of the layers that computed queries, keys and values is quantized.
 
     Args:
         head_dim: The number of features of one head.
@@ -235,7 +235,7 @@ class JointAttention(QKVProjection):
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
         bias: Whether the linear layers have biases.
-        last: Whether the text's output is not needed, and so not computed.
+        last: Whether to leave out the text's output layer, because the text's output is not needed.
         rngs: Random number generators for the initial weights.
     """
 
@@ -277,8 +277,8 @@ class JointAttention(QKVProjection):
             text: The text tokens [b, l, d], an array or a lazy activation (one that is computed
                 when it is read).
             image: The image tokens [b, n, d], an array or a lazy activation (one that is computed
-                when it is read). Under sequence parallelism, the n of this device, which attend to
-                those of all devices; every device has all of the text.
+                when it is read). Under sequence parallelism, the n tokens of this device, which
+                attend to those of all devices; every device has all of the text.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotation.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result

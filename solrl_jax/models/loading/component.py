@@ -66,8 +66,8 @@ class Component:
         Args:
             source: a directory with safetensors files, or one safetensors file. It need not exist
                 yet.
-            build: constructs the network: a function with the keyword argument `rngs` alone (random
-                number generators). It is only traced for its shapes.
+            build: constructs the network: a function whose only argument is the keyword argument
+                `rngs` (random number generators). It is only traced for its shapes.
             locate: finds the network's tensors in the files: a function `(source, state of the
                 network)` that returns a list with a `ParameterEntry` per parameter, and a
                 dictionary with the position (`StoredTensor`) of each tensor under its name. It
@@ -113,7 +113,7 @@ class Component:
 
         A parameter that the files lack gets the initial value that the network declares for it; if
         the network declares none, that is an error. With `place`, all processes of a run must call
-        it, and each reads only what its own devices hold.
+        it, and each reads only the rows of the stored tensors that its own devices need.
 
         Args:
             dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
@@ -146,8 +146,9 @@ class Component:
                 `NamedSharding`, as for `load`. None: no shardings.
 
         Returns:
-            Nested dictionaries keyed by module name, with a `ShapeDtypeStruct` per parameter. A
-            stack of layers is one parameter with a leading axis of layers.
+            Nested dictionaries keyed by module name or, in a list of modules, by index (an int),
+            with a `ShapeDtypeStruct` per parameter. A stack of layers is one parameter with a
+            leading axis of layers.
         """
         params = {}
         for entry in parameter_table(self.state):

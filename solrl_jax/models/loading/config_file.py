@@ -53,7 +53,8 @@ def with_rope_theta(network: str, fields: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         ValueError: the mapping asks for another rotary embedding than "default" (by `rope_type`,
-            or `type` in older files), or is no mapping.
+            or `type` in older files); or the field that is read holds something other than a
+            mapping.
     """
     name = "rope_parameters" if fields.get("rope_parameters") else "rope_scaling"
     rope = fields.get(name) or {}
@@ -100,9 +101,9 @@ class ReleasedConfig:
 
         Raises:
             FileNotFoundError: there is no such file.
-            ValueError: the file cannot be read or is not a JSON object, a field is unknown or not
-                supported, the file is that of another network, or has a `quantization_config` that
-                is not empty; the message names the file, and the field if there is one.
+            ValueError: the file cannot be read, is not a JSON object, belongs to another network,
+                has a field that is unknown or not supported, or has a `quantization_config` that is
+                not empty. The message names the file, and the field if there is one.
             TypeError: a field that has no default is missing.
         """
         file = folder / "config.json"
@@ -117,20 +118,21 @@ class ReleasedConfig:
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
         Missing fields get their defaults. Lists become tuples at all levels. An integer below 1 is
-        an error in a field that takes no floats, but not inside a list.
+        an error, except inside a list or in a field that takes floats.
 
         Args:
             fields: the contents. If `_class_name` (diffusers) or `model_type` (transformers) is
-                among them, it must be that of the network. Unknown fields are ignored for
-                transformers; for diffusers only if their names begin with "_" or are in
+                among them, it must be that of the network. For transformers, unknown fields are
+                ignored; for diffusers, only those whose names begin with "_" or are in
                 `ignored_fields`.
 
         Returns:
             The configuration.
 
         Raises:
-            ValueError: a field is unknown or not supported, the network is another one, or
-                `quantization_config` is neither None nor empty; the message names the field.
+            ValueError: a field is unknown or has an unsupported value, the contents are those of
+                another network, or `quantization_config` is neither None nor empty. The message
+                names the field.
             TypeError: a field that has no default is missing.
         """
         types = {field.name: field.type for field in dataclasses.fields(cls)}

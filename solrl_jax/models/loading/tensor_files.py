@@ -57,9 +57,9 @@ class StoredTensor:
         without axes counts as one row.
 
         Args:
-            first: index of the first row, from 0 to the size of the leading axis.
-            last: index after that of the last row to read, at most the size of the leading axis
-                (not checked).
+            first: index of the first row to read, counted from 0.
+            last: index after that of the last row to read, from `first` to the size of the leading
+                axis (not checked).
 
         Yields:
             Pairs (index in the tensor of the block's first row, block). A block is an array of one
@@ -98,6 +98,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such file.
+        PermissionError: a folder above the file may not be searched.
         ValueError: the file cannot be read, is larger than 64 MiB, is not JSON, is nested too
             deeply, repeats a key, or does not hold an object. The message names the file.
     """
@@ -151,11 +152,10 @@ def weight_files(folder: Path) -> list[Path]:
     """Finds the safetensors files with the weights of a component: one file, or the shards that an
     index lists.
 
-    If the folder has files with the standard names of diffusers and transformers, the first name in
-    `STANDARD_NAMES` is used alone (diffusers' before transformers', diffusers' index before its
-    single file, and transformers' the other way round); otherwise there must be a single index, or
-    no index and a single file. Variants such as `model.fp16.safetensors` are used only if there is
-    nothing else.
+    If files have standard names of diffusers or transformers, only the one whose name is first in
+    `STANDARD_NAMES` is used: diffusers' index, diffusers' single file, transformers' single file,
+    transformers' index. Otherwise the folder must have a single index, or no index and a single
+    file. Variants such as `model.fp16.safetensors` are used only if there is nothing else.
 
     Args:
         folder: directory of the component (for example of the transformer).
@@ -247,8 +247,8 @@ def _variant(name: str) -> str:
     """Returns the variant that a file name contains, such as "fp16" for
     `model.fp16-00001-of-00002.safetensors` and `model.safetensors.index.fp16.json`.
 
-    It consists of all parts after the first dot, without "safetensors", "index" and "json", each up
-    to its first hyphen, joined by dots.
+    The parts of the name between dots, except the first one and "safetensors", "index" and "json",
+    are each cut at their first hyphen and joined by dots.
 
     Args:
         name: name of a safetensors file or of an index, without directories.

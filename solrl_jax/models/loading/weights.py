@@ -13,8 +13,8 @@ parameter: our path, the PyTorch names, and the shape. The mapping is a bijectio
 
 Loading has two steps. `locate_tensors` compares the table with the headers of the files, and
 reports all tensors that are missing, unexpected or of another shape at once. `load_tensors` then
-reads each tensor and sends it to the devices that hold a part of it, so that only small parameters
-are ever whole in host memory.
+reads each tensor and sends it to the devices that hold a part of it. On a mesh, large parameters
+pass through host memory in chunks, with the exceptions in the docstring of `load_tensors`.
 """
 
 import dataclasses
@@ -184,7 +184,7 @@ def locate_tensors(
     Differences between versions of transformers are accepted: the prefix "text_model." or "model."
     may be missing in all names, T5's token table has two possible names, and some redundant tensors
     may be present (`REDUNDANT`: position numbers, T5's second token table). A parameter with an
-    initial value may be missing (that of a stack: in all layers).
+    initial value may be missing. In a stack, it must then be missing in all layers.
 
     Args:
         source: the directory of a network, or one safetensors file.
@@ -194,9 +194,9 @@ def locate_tensors(
             them, such as "encoder.".
 
     Returns:
-        The first two arguments of `load_tensors`: a list with one entry per parameter, which has
-        the tensor names in the files; and a dictionary with the position of every tensor in the
-        files, by name.
+        The first two arguments of `load_tensors`: a list with one entry per parameter, with the
+        tensor names that the files use; and a dictionary with the position of every tensor in the
+        files, unused ones included, by name.
 
     Raises:
         FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files
@@ -291,16 +291,16 @@ def check_tensors(
         expected: shape of each tensor that the network needs, in PyTorch's order of axes, by the
             tensor's name.
         source: the directory or file, for the beginning of the error message.
-        ignored: a function (name of a tensor that is not expected) that returns whether the files
-            may hold it.
+        ignored: a function that takes the name of a tensor that is not expected, and returns
+            whether the files may hold it.
 
     Returns:
-        The position of every tensor in the files, by name.
+        The position of every tensor in the files, ignored ones included, by name.
 
     Raises:
-        ValueError: a file is missing or cannot be read; or expected tensors are missing, of another
-            shape or of a dtype other than BF16, F16, F32 and F64; or there are others that are not
-            ignored; or a tensor is stored twice. The message lists all such tensors.
+        ValueError: a file is missing or cannot be read; expected tensors are missing, of another
+            shape or of a dtype other than BF16, F16, F32 and F64; there are unexpected tensors that
+            are not ignored; or a tensor is stored twice. The message lists all such tensors.
     """
     stored: dict[str, StoredTensor] = {}
     problems = []
@@ -339,10 +339,11 @@ def load_tensors(
 ) -> Params:
     """Reads parameters from released files onto the devices.
 
-    With `place`, a process reads only the rows that its own devices hold, and all processes of a
-    run must call it with the same arguments. The rows go to the devices in chunks of about 256 MiB
-    (`CHUNK_BYTES`), except that a parameter that is not stacked and has another order of axes in
-    PyTorch goes at once. Without `place`, one whole parameter at a time is in host memory.
+    With `place`, all processes of a run must call it with the same arguments. Each reads only the
+    rows of the stored tensors that its own devices need, and sends them to the devices in chunks of
+    about 256 MiB (`CHUNK_BYTES`). A parameter is sent at once if it is small, or if it is neither
+    stacked nor stored in this package's order of axes. Without `place`, one whole parameter at a
+    time is in host memory.
 
     Args:
         table: the parameters to read, with the tensor names in the files.
@@ -393,7 +394,7 @@ def load_parameter(
     Raises:
         KeyError: the parameter is not initialized, and one of its tensors is not in `stored`.
         OSError: a file cannot be opened or read.
-        ValueError: a file ends within the tensor.
+        ValueError: a file ends within a tensor.
     """
     if entry.initializer is not None and entry.names[0] not in stored:
         initialize, *arguments = entry.initializer

@@ -24,7 +24,7 @@ class AutoencoderKLQwenImageConfig(VideoAutoencoderConfig):
 
     The attribute below is in addition to those of `VideoAutoencoderConfig`. The values in
     `temperal_downsample` have no effect, because an image has one frame. The constructor raises
-    ValueError for a value that is not supported.
+    ValueError for a value that is not supported; so does `read` for an unknown field.
 
     Attributes:
         input_channels: number of color channels of an image; only 3 is supported.

@@ -28,8 +28,8 @@ from solrl_jax.models.text_encoders.tokenizers import check_vocabulary, tokenize
 MAX_TOKENS = 1024
 DEFAULT_MAX_TOKENS = 512  # the default of diffusers
 DEFAULT_LATENT_SIDE = 128  # of images, in latent pixels; no released config has it
-# The text encoder reads each prompt within this template, and the transformer sees no token before
-# those of the prompt.
+# The text encoder reads each prompt inside this template. The transformer does not see the tokens
+# before the prompt.
 TEMPLATE = (
     "<|im_start|>system\n"
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial "
@@ -38,7 +38,7 @@ TEMPLATE = (
     "{}<|im_end|>\n"
     "<|im_start|>assistant\n"
 )
-PREFIX_TOKENS = 34  # those of the template before the prompt
+PREFIX_TOKENS = 34  # number of tokens of the template before the prompt
 # The settings of the scheduler from which the shift of the schedule follows, with the defaults of
 # diffusers' pipeline.
 SHIFT_SETTINGS = {

@@ -31,7 +31,7 @@ from solrl_jax.quant.sequence_parallel import shard_tokens
 
 PATCH = 2  # the side of the square of latent pixels that one token represents
 THETA = 10000.0  # the base of the rotary frequencies
-POSITIONS = 4096  # stored by the released code in each direction
+POSITIONS = 4096  # the released code has rotary angles for this many, in each direction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +84,9 @@ class QwenImageConfig(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: `patch_size` is not 2; `in_channels` is no multiple of 4; `guidance_embeds`,
-                `zero_cond_t`, `use_additional_t_cond` or `use_layer3d_rope` is true; or
-                `axes_dims_rope` is not three positive even numbers whose sum is
+            ValueError: `patch_size` is not 2; `in_channels` is not a multiple of 4;
+                `guidance_embeds`, `zero_cond_t`, `use_additional_t_cond` or `use_layer3d_rope` is
+                true; or `axes_dims_rope` is not three positive even numbers whose sum is
                 `attention_head_dim`. The message names the field.
         """
         self.require(self.patch_size == PATCH, "patch_size", str(PATCH))

@@ -48,9 +48,14 @@ class MhlaOverride:
 class SanaPipeline(Pipeline):
     """SANA: Gemma 2 encodes the prompt, DC-AE decodes the latents.
 
-    `SanaPipeline(folder, gradient_checkpointing, mhla)` opens a model directory in the layout of
-    diffusers without reading a weight. `mhla` is a `MhlaOverride`, or None to keep the linear
-    attention. The attributes below are in addition to those of `Pipeline`.
+    `SanaPipeline(folder, gradient_checkpointing, mhla)` opens a model directory (a `Path`) in the
+    layout of diffusers without reading a weight. It raises FileNotFoundError if a configuration
+    (that of the scheduler included) or the tokenizer is missing, and ValueError if one is not
+    supported or two do not fit together. `gradient_checkpointing` ("none", the default, "matmuls"
+    or "blocks") says what the backward pass of the transformer recomputes; another value raises
+    KeyError while tracing. `mhla` is an `MhlaOverride`, or None, the default, to keep the linear
+    attention; ValueError is also raised if the image tokens of `mhla.size` cannot be divided into
+    the requested number of blocks. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -215,11 +220,11 @@ class SanaPipeline(Pipeline):
                 by line breaks. None or "": no instruction.
 
         Returns:
-            A dictionary. "ids", int32, and "mask", bool, true on tokens and false on padding: both
-            [prompts, tokens], where tokens is `max_tokens`; with an instruction, its number of
-            tokens (the special one at its start included) less 2 is added. "kept" [prompts,
-            max_tokens], int32: the positions of the tokens that the transformer sees, without an
-            instruction all of them.
+            A dictionary with three arrays. "ids" [prompts, tokens], int32: the token numbers.
+            "mask" [prompts, tokens], bool: true on tokens, false on padding. "kept" [prompts,
+            max_tokens], int32: the positions, from 0, of the tokens that the transformer sees (all,
+            without an instruction). The number of tokens is `max_tokens`; an instruction of n
+            tokens (the special one at its start included) adds `max(n - 2, 0)`.
 
         Raises:
             InputError: `max_tokens` is out of range, or the tokenizer fails or is a `NoVocabulary`

@@ -121,12 +121,12 @@ class SanaTransformer2DModel(nnx.Module):
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
             (everything inside a block; only the inputs of blocks are stored). Another value raises
             KeyError in the call.
-        attention: builds the attention among the image tokens. A function that takes the arguments
-            of `LinearAttention`, `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`,
-            where the three d are the features of an attending token, of an attended token and of
-            all heads together. It returns a module, which is called as `module(tokens, (rows,
-            columns))` with a lazy activation [b, n, d] (one that is computed when it is read), and
-            returns an array of this shape. None: `LinearAttention`.
+        attention: function that builds the attention among the image tokens. It is called as
+            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`, like the constructor of
+            `LinearAttention`, where d is the number of features of a token, and of all heads
+            together. It returns a module, which is called as `module(tokens, (rows, columns))` with
+            a lazy activation [b, n, d] (one that is computed when it is read) and returns an array
+            of this shape. None: `LinearAttention`.
         rngs: random number generators for the initial weights.
     """
 
@@ -223,12 +223,12 @@ class SanaBlock(nnx.Module):
     Args:
         config: configuration of the network (`SanaConfig`), for widths, heads, norms, biases and
             the ratio of the MLP.
-        attention: builds the attention among the image tokens. A function that takes the arguments
-            of `LinearAttention`, `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`,
-            where the three d are the features of an attending token, of an attended token and of
-            all heads together. It returns a module, which is called as `module(tokens, (rows,
-            columns))` with a lazy activation [b, n, d] (one that is computed when it is read), and
-            returns an array of this shape.
+        attention: function that builds the attention among the image tokens. It is called as
+            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`, like the constructor of
+            `LinearAttention`, where d is the number of features of a token, and of all heads
+            together. It returns a module, which is called as `module(tokens, (rows, columns))` with
+            a lazy activation [b, n, d] (one that is computed when it is read) and returns an array
+            of this shape.
         rngs: random number generators for the initial weights.
     """
 
@@ -260,8 +260,8 @@ class SanaBlock(nnx.Module):
         grid: tuple[int, int],
     ) -> Float[Array, "b n d"]:
         """Applies attention among image tokens, attention to the text, and an MLP with a
-        convolution. Each result is added to the tokens, those of the attention among image tokens
-        and of the MLP times gates.
+        convolution. Each result is added to the tokens. The results of the attention among image
+        tokens and of the MLP are first multiplied by gates.
 
         Args:
             x: the image tokens, row by row.
@@ -270,8 +270,8 @@ class SanaBlock(nnx.Module):
             modulation: six vectors per sample from the timestep: shift, scale and gate of the
                 attention among image tokens, then of the MLP. The block adds its own learned
                 vectors to them.
-            grid: (rows, columns) of the image tokens, under sequence parallelism of those of this
-                device.
+            grid: (rows, columns) of the image tokens in `x`, whose product is n. Under sequence
+                parallelism, `x` and `grid` describe the rows that this device has.
 
         Returns:
             The image tokens after the block, of the shape and dtype of `x`.
@@ -285,10 +285,10 @@ class SanaBlock(nnx.Module):
 
 
 class PatchEmbed(nnx.Module):
-    """Maps patches of latents to tokens, and adds sinusoidal positions, which are no parameter, if
-    the configuration has an `interpolation_scale`.
+    """Maps patches of latents to tokens, and adds fixed sinusoidal positions if the configuration
+    has an `interpolation_scale`.
 
-    The released SANA models have no positions.
+    The positions are not a parameter. The released SANA models have none.
 
     Args:
         config: configuration of the network (`SanaConfig`).

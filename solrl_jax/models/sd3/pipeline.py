@@ -30,9 +30,12 @@ TOKENIZERS = {
 class StableDiffusion3Pipeline(Pipeline):
     """Stable Diffusion 3 or 3.5: two CLIPs and T5 encode the prompt. A release may leave out T5.
 
-    `StableDiffusion3Pipeline(folder, gradient_checkpointing)` opens a model directory in the layout
-    of diffusers without reading a weight. The attributes below are in addition to those of
-    `Pipeline`.
+    `StableDiffusion3Pipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in
+    the layout of diffusers without reading a weight. It raises FileNotFoundError if a configuration
+    (that of the scheduler included) or a tokenizer is missing, and ValueError if one is not
+    supported or two do not fit together. `gradient_checkpointing` ("none", the default, "matmuls"
+    or "blocks") says what the backward pass of the transformer recomputes; another value raises
+    KeyError while tracing. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).

@@ -76,8 +76,8 @@ class SD3Config(TransformerConfig):
 
         Raises:
             ValueError: `qk_norm` is neither None nor "rms_norm"; `caption_projection_dim` is not
-                the width, `num_attention_heads * attention_head_dim`; or the width is no multiple
-                of 4. The message names the field, `attention_head_dim` for the width.
+                the width, `num_attention_heads * attention_head_dim`; or the width is not a
+                multiple of 4. The message names the field, `attention_head_dim` for the width.
         """
         self.require_one_of("qk_norm", (None, "rms_norm"))
         # both streams have the network's width

@@ -29,7 +29,9 @@ from solrl_jax.errors import InputError
 from solrl_jax.storage.files import PARTIAL, cache_directory, disk_errors_as_run_errors, disk_reason
 from solrl_jax.storage.readers import read_text
 
-Encoding = dict[str, np.ndarray]  # of one prompt, by name
+# Arrays by name: the encoding of one prompt, or, where a docstring says so, of several prompts with
+# a leading axis of prompts.
+Encoding = dict[str, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -233,8 +235,8 @@ def _digest(arrays: Mapping[str, np.ndarray], prefix: str) -> str:
     """Returns the SHA-256 of a text and of named arrays.
 
     Args:
-        arrays: arrays by name. Names, dtypes, shapes and values are hashed; their order does not
-            matter.
+        arrays: arrays by name. Names, dtypes, shapes and values are hashed. The order of the
+            dictionary does not matter.
         prefix: the text: the key of an entry; or, to compute a key, `TextEncoders.identity`.
 
     Returns:

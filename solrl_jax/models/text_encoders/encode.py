@@ -31,8 +31,9 @@ class TextEncoders:
     prompt), and stay loaded until `release`. With a cache, the first look-up hashes the weight
     files, which reads them whole unless the cache remembers their hashes.
 
-    An encoding has the same bits whatever prompts are encoded beside it, because a device always
-    encodes 8 prompts at once (a shorter chunk is filled up with copies of its first prompt).
+    The bits of an encoding do not depend on the other prompts that are encoded with it, because a
+    device always encodes 8 prompts at once (a shorter chunk is filled up with copies of its first
+    prompt).
 
     An encoding is found in the cache if weights, configurations, dtype and tokens are the same. The
     device and the version of XLA may differ.

@@ -92,9 +92,9 @@ class Gemma2Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported; `model_type` is there but
-                not "gemma2"; or `quantization_config`, `use_bidirectional_attention` or a scaled
-                rope is set. The message names the field.
+            ValueError: a field has a type or value that is not supported; `model_type` is present
+                but not "gemma2"; or `quantization_config`, `use_bidirectional_attention` or a
+                scaled rope is set. The message names the field.
         """
         fields = with_rope_theta(cls.network, fields)
         if fields.get("layer_types") is None:
@@ -167,8 +167,8 @@ class Gemma2Model(nnx.Module):
                 to.
 
         Returns:
-            One state per token, [b, l, `hidden_size`], in the dtype of the token embedding. Those
-            of padding have no meaning.
+            One state per token, [b, l, `hidden_size`], in the dtype of the token embedding. The
+            states of padding have no meaning.
         """
         return self.decode(self.embed(input_ids), attention_mask)
 

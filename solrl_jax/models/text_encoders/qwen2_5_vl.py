@@ -87,9 +87,9 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, `model_type` is there but
-                not "qwen2_5_vl", `quantization_config` is set, the attention of a layer is sliding,
-                or the rotary embedding is scaled. The message names the field.
+            ValueError: a field has a type or value that is not supported, `model_type` is present
+                but not "qwen2_5_vl", `quantization_config` is set, the attention of a layer is
+                sliding, or the rotary embedding is scaled. The message names the field.
         """
         text = fields.get("text_config") or {}
         if not isinstance(text, Mapping):
@@ -108,7 +108,7 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: `hidden_act` is not "silu"; `hidden_size` is no multiple of twice
+            ValueError: `hidden_act` is not "silu"; `hidden_size` is not a multiple of twice
                 `num_attention_heads`; or `num_key_value_heads` does not divide
                 `num_attention_heads`. The message names the field.
         """
@@ -159,11 +159,11 @@ def locate_language_tensors(
         state: abstract state of the network.
 
     Returns:
-        The first two arguments of `weights.load_tensors`: a list with one entry per parameter,
-        which has the names of its tensors in the files, in a stack of layers one per layer
-        ("model.language_model..." in transformers 5, "model..." in 4); and a dictionary with the
-        position (file, offset, dtype and shape) of every tensor in the files by name, ignored ones
-        included.
+        (table, tensors), the first two arguments of `weights.load_tensors`. The table has one entry
+        per parameter, with the names of its tensors in the files: one name, or one per layer in a
+        stack. The names begin with "model.language_model." (transformers 5) or "model."
+        (transformers 4). The dictionary `tensors` has the position (file, offset, dtype and shape)
+        of every tensor in the files by name, ignored ones included.
 
     Raises:
         FileNotFoundError: the weights are missing, are PyTorch pickles, or are several files
@@ -211,8 +211,8 @@ class Qwen2_5_VLTextModel(nnx.Module):
                 to.
 
         Returns:
-            One state per token, [b, l, `hidden_size`], in the dtype of the token embedding. Those
-            of padding have no meaning.
+            One state per token, [b, l, `hidden_size`], in the dtype of the token embedding. The
+            states of padding have no meaning.
         """
         x = self.embed_tokens(input_ids)
         mask = causal_mask(attention_mask)

@@ -83,9 +83,9 @@ class Qwen3Config(ReleasedConfig):
             The configuration.
 
         Raises:
-            ValueError: a field has a type or value that is not supported, `model_type` is there but
-                not "qwen3", `quantization_config` is set, the attention of a layer is sliding, or
-                the rotary embedding is scaled. The message names the field.
+            ValueError: a field has a type or value that is not supported, `model_type` is present
+                but not "qwen3", `quantization_config` is set, the attention of a layer is sliding,
+                or the rotary embedding is scaled. The message names the field.
         """
         config = super().from_dict(with_rope_theta(cls.network, fields))
         require_full_attention(cls.network, fields, config.num_hidden_layers)

@@ -49,8 +49,9 @@ class T5Config(ReleasedConfig):
         relative_attention_num_buckets: number of buckets into which the distances between tokens
             are divided, 4 or more; half of them are for keys after the query. Each bucket has its
             own position bias.
-        relative_attention_max_distance: distance in tokens from which on all pairs of tokens in the
-            same order share a bucket, more than a quarter (rounded down) of the number of buckets.
+        relative_attention_max_distance: distances of at least this many tokens share one bucket for
+            keys before, and one for keys after the query. Must exceed a quarter (rounded down) of
+            the number of buckets.
         layer_norm_epsilon: epsilon of all norms, added to the mean of the squares.
         feed_forward_proj: "gated-gelu" (version 1.1), the only supported value.
         per_layer_bias: class attribute, not a field of the file: whether each layer has its own
@@ -88,9 +89,9 @@ class T5Config(ReleasedConfig):
 
         Raises:
             ValueError: a field has a type or value that is not supported; `quantization_config` is
-                set; or one of these is there with another value: `model_type` ("t5"; UMT5: "umt5"),
-                `is_decoder` (False), `dense_act_fn` ("gelu_new"), `is_gated_act` (True). The
-                message names the field.
+                set; or one of these fields is present with another value than the one in
+                parentheses: `model_type` ("t5"; UMT5: "umt5"), `is_decoder` (False), `dense_act_fn`
+                ("gelu_new"), `is_gated_act` (True). The message names the field.
         """
         config = super().from_dict(fields)
         # Transformers would use the last two fields, although they repeat `feed_forward_proj`.
@@ -405,8 +406,8 @@ def relative_buckets(
     Args:
         length: number of positions.
         count: number of buckets, 4 or more. If it is odd, the last one is not used.
-        max_distance: distance in tokens from which on all share the last bucket of their half; more
-            than `count // 4`.
+        max_distance: distances of at least this many tokens share the last bucket of their half.
+            Must exceed `count // 4`.
 
     Returns:
         An int64 array [queries, keys] with numbers from 0 to `count - 1`.

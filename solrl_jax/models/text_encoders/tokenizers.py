@@ -15,13 +15,13 @@ from solrl_jax.errors import InputError, first_line, type_and_message
 from solrl_jax.models.loading.tensor_files import read_json
 from solrl_jax.storage import hub
 
-MAX_LENGTH = 2**12  # tokens per text: attention takes memory by the square of this length
+MAX_LENGTH = 2**12  # tokens per text: the memory of attention may grow with the square of it
 
 
 @functools.cache
 def load_tokenizer(folder: Path) -> Any:
-    """Loads the tokenizer in a folder by transformers. Code in the folder is not run, and the hub
-    is not asked.
+    """Loads the tokenizer in a folder with transformers. Code in the folder is not run, and the
+    Hugging Face Hub is not contacted.
 
     It is loaded once per process: later calls with the same path return the same object, with the
     tokens that callers have added, even if the files have changed.
@@ -30,8 +30,8 @@ def load_tokenizer(folder: Path) -> Any:
         folder: a tokenizer's folder of a released pipeline or reward.
 
     Returns:
-        The tokenizer of transformers; or a `NoVocabulary`, which makes zeros of the right shape of
-        every text, if this is the `tokenizer_class` in `tokenizer_config.json`.
+        The tokenizer of transformers. If `tokenizer_class` in `tokenizer_config.json` is
+        "NoVocabulary", a `NoVocabulary`, which returns zeros of the right shape for every text.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
@@ -146,8 +146,9 @@ def tokenize(
         folder: the tokenizer's folder. `load_tokenizer` loads it once per process.
         texts: one or more texts. A text may be "".
         length: number of tokens per text, special tokens included, up to 4096.
-        **options: further keyword arguments for the transformers tokenizer, such as
-            `padding_side="right"`, but not those on padding, truncation and lengths.
+        **options: further keyword arguments for the call of the transformers tokenizer, such as
+            `padding_side="right"`. `padding`, `max_length`, `truncation`, `return_tensors` and
+            `return_attention_mask` are set here and cause an InputError.
 
     Returns:
         A dictionary with two arrays [texts, length]: "ids", token numbers, int32, and "mask", bool,
@@ -198,7 +199,8 @@ def count_tokens(folder: Path, text: str) -> int:
         text: the text.
 
     Returns:
-        The number of tokens; for a `NoVocabulary`, a third of the number of characters.
+        The number of tokens; for a `NoVocabulary`, a third of the number of characters, rounded
+        down.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.

@@ -4,10 +4,10 @@ The text tower and the vision tower are transformers with normalization before e
 linear layer maps the result of each to one shared space, where the cosine between a text and an
 image says how well they agree.
 
-FLUX and Stable Diffusion 3 use only the text tower (`CLIPTextModel`,
-`CLIPTextModelWithProjection`). They need the states of all tokens, after the last layer and before
-it; the latter is the choice of SDXL (arXiv 2307.01952, section 2.1), which Stable Diffusion 3 has
-kept.
+FLUX.1 and Stable Diffusion 3 use only the text tower (`CLIPTextModel`,
+`CLIPTextModelWithProjection`). Both need the state of the end-of-text token. Stable Diffusion 3
+also needs the states that all tokens have before the last layer, as SDXL does (arXiv 2307.01952,
+section 2.1).
 """
 
 import dataclasses
@@ -205,9 +205,9 @@ class CLIPConfig(ReleasedConfig):
 
         Raises:
             ValueError: If a field has a type or value that is not supported, a `model_type` is
-                there and not "clip" (in a tower, not "clip_text_model" or "clip_vision_model"), or
-                `quantization_config` is set. The message names the field.
-            AttributeError: If a tower's fields are no mapping.
+                present but not "clip" (in a tower, not "clip_text_model" or "clip_vision_model"),
+                or `quantization_config` is set. The message names the field.
+            AttributeError: If a tower's fields are not a mapping.
         """
         text = CLIPTextConfig.from_dict(_tower_fields(fields, "text_config"))
         vision = CLIPVisionConfig.from_dict(_tower_fields(fields, "vision_config"))

@@ -220,8 +220,10 @@ def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
     """Resizes one axis of 8-bit images by a matrix, with exactly the result of Pillow.
 
     Pillow sums integers that float32 cannot represent exactly. Here each weight is split into a
-    multiple of 2**-11 and a remainder. The sum over each part is exact in float32; both are added
-    as int32, rounded half up and clipped. So the result has the same bits on every backend.
+    multiple of 2**-11 and a remainder. The sum over each part is exact in float32 if no output
+    pixel has more than 64 input pixels, thus for reductions of up to 16 times ("bicubic") or 32
+    times ("bilinear"). Both sums are added as int32, rounded half up and clipped. So the result has
+    the same bits on every backend.
 
     Args:
         x: Images in float32 with the values 0, 1, ..., 255.

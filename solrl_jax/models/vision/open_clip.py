@@ -1,9 +1,9 @@
-"""Reads the files of OpenCLIP (the layout of HPS v2.1) as parameters of `CLIPModel`.
+"""Maps the tensors in files of OpenCLIP (the layout of HPS v2.1) to the parameters of `CLIPModel`.
 
-OpenCLIP has other names than transformers, which `models.vision.clip.CLIPModel` follows. It also
-holds queries, keys and values in one tensor, whose thirds are contiguous in the file, and stores
-the projections to the shared space as [in, out]. So the mapping is a table of names, and nothing is
-computed.
+`models.vision.clip.CLIPModel` has the names of transformers; OpenCLIP has others. OpenCLIP also
+holds queries, keys and values in one tensor, and stores the projections to the shared space as
+[in, out]. The thirds of that tensor are contiguous in the file, so a table of names is enough, and
+nothing is computed.
 """
 
 import dataclasses
@@ -67,11 +67,11 @@ def locate_open_clip_tensors(
         state: Abstract state of the `CLIPModel`.
 
     Returns:
-        A list with one entry per parameter: its path, the names of its tensors in transformers, and
-        its `layout`, which is "same" (not transposed when read) for the two projections, because
-        OpenCLIP has this package's order of axes, [in, out]; and a dictionary with the position of
-        each tensor under its name in transformers. The position of queries, keys or values is that
-        of their third of a tensor.
+        (table, tensors). The table has one entry per parameter, with the names of its tensors in
+        transformers. The `layout` of the two projections is "same" (not transposed when read),
+        because OpenCLIP has this package's order of axes, [in, out]. The dictionary `tensors` has
+        the position of each tensor under its name in transformers. The position of queries, keys or
+        values is that of their third of a tensor.
 
     Raises:
         ValueError: If the file is missing or cannot be read, or if tensors are missing, unexpected,

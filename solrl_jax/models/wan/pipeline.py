@@ -46,7 +46,8 @@ class WanPipeline(Pipeline):
     of diffusers without reading a weight. It raises FileNotFoundError if a configuration or the
     tokenizer is missing, and ValueError if one is not supported or two do not fit together.
     `gradient_checkpointing` ("none", the default, "matmuls" or "blocks") says what the backward
-    pass of the transformer recomputes. The attributes below are in addition to those of `Pipeline`.
+    pass of the transformer recomputes; another value raises KeyError while tracing. The attributes
+    below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -141,9 +142,10 @@ class WanPipeline(Pipeline):
             The velocity, of the shape of `latent`.
 
         Raises:
-            ValueError: while tracing, if height or width is no multiple of the side of a patch, a
-                clip has more frames, rows or columns of patches than the network has positions, or
-                the size of the mesh axis `sequence` does not divide the number of tokens of a clip.
+            ValueError: while tracing, if height or width is not a multiple of the side of a patch,
+                a clip has more frames, rows or columns of patches than the network has positions,
+                or the size of the mesh axis `sequence` does not divide the number of tokens of a
+                clip.
             KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
                 "blocks".
         """
@@ -160,8 +162,8 @@ class WanPipeline(Pipeline):
             prompts: one or more texts.
             max_tokens: number of tokens to which each prompt is padded or cut, its end-of-text
                 token included: up to 512 (`MAX_TOKENS`), and at least the number of special tokens
-                that the tokenizer adds (1 for UMT5). The transformer attends to the zeros that
-                `encode_text` gives for padding, so that this number changes clips.
+                that the tokenizer adds (1 for UMT5). It affects the clips, because the transformer
+                attends to the zeros that `encode_text` returns for padding.
             instruction: ignored: Wan takes no instruction.
 
         Returns:
@@ -221,10 +223,10 @@ def _check_index(index: Path) -> bool:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file cannot be read; the model has a second transformer for low noise (Wan
-            2.2 A14B), because `transformer_2` is there and neither null nor [null, null], or
-            `boundary_ratio` is there and not null; or `expand_timesteps` is there and not a bool.
-            The message names the field.
+        ValueError: the file cannot be read; `transformer_2` is neither missing, null nor [null,
+            null], or `boundary_ratio` is neither missing nor null, which means a second transformer
+            for low noise (Wan 2.2 A14B); or `expand_timesteps` is present but not a bool. The
+            message names the field.
     """
     fields = read_json(index)
     one_transformer = "None: models with a second transformer for low noise are not supported"

@@ -40,13 +40,14 @@ class WanConfig(TransformerConfig):
     """The configuration of Wan's transformer: the fields of a published `transformer/config.json`.
 
     The defaults are those of diffusers. A token has `num_attention_heads * attention_head_dim`
-    features. The constructor raises ValueError for a value that is not supported.
+    features. The constructor raises ValueError for a value that is not supported; so does `read`
+    for an unknown field.
 
     Attributes:
         patch_size: size of a patch in latent frames, rows and columns: (1, p, p) for a positive
             number p.
         num_attention_heads: number of attention heads.
-        attention_head_dim: number of features of one attention head, an even number from 6 on.
+        attention_head_dim: number of features of one attention head, an even number of at least 6.
         in_channels: number of channels of the latents.
         out_channels: number of channels of the output; None: as many as `in_channels`.
         text_dim: number of features of a text token, as the text encoder returns it.
@@ -121,8 +122,8 @@ class WanConfig(TransformerConfig):
         """The number of features of an attention head that each coordinate of a token rotates:
         (frame, row, column).
 
-        Row and column rotate a third of the features each, rounded down to an even number. The
-        frame rotates all others. A head of 128 features gives (44, 42, 42).
+        The row and the column each rotate a third of the features, rounded down to an even number.
+        The frame rotates the remaining ones. A head of 128 features gives (44, 42, 42).
         """
         third = 2 * (self.attention_head_dim // 6)
         return self.attention_head_dim - 2 * third, third, third
@@ -175,10 +176,9 @@ class WanTransformer3DModel(nnx.Module):
             The velocity, in the dtype of `latent`, with `config.num_out_channels` channels.
 
         Raises:
-            ValueError: height or width is no multiple of the side of a patch; there are more
-                frames, rows or columns of patches than `rope_max_seq_len`; or the size of the axis
-                `sequence` of the mesh that is set (`jax.set_mesh`), over which the tokens of a clip
-                are split, does not divide their number.
+            ValueError: height or width is not a multiple of the side of a patch; there are more
+                frames, rows or columns of patches than `rope_max_seq_len`; or the size of the mesh
+                axis `sequence` does not divide the number of tokens of a clip.
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         config = self.config
@@ -281,9 +281,9 @@ class ConditionEmbedding(nnx.Module):
                 projected, as in the released code.
 
         Returns:
-            (embedding, vectors): values of `dtype`, stored in float32. The embedding [b, d]
-            modulates the output of the network. All blocks share the six vectors [b, 6, d]: shift,
-            scale and gate of the attention among the tokens, then of the MLP.
+            (embedding, vectors), both rounded to `dtype` and then cast to float32. The embedding
+            [b, d] modulates the output of the network. All blocks share the six vectors [b, 6, d]:
+            shift, scale and gate of the attention among the tokens, then of the MLP.
         """
         embedded = self.time_embedder(timestep, jnp.float32).astype(dtype)
         vectors = self.time_proj(jax.nn.silu(embedded)).astype(jnp.float32)
@@ -353,8 +353,8 @@ class ClipAttention(AttentionProjections):
     `normed` is set, and then rotated by the positions of the tokens.
 
     Args:
-        widths: `(d, d, inner)`: the number d of features of a token, once for queries, once for
-            keys and values; and the number of features of all heads together.
+        widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
+            together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
             together.

@@ -37,7 +37,8 @@ class ZImagePipeline(Pipeline):
     layout of diffusers without reading a weight. It raises FileNotFoundError if a configuration or
     the tokenizer is missing, and ValueError if one is not supported or two do not fit together.
     `gradient_checkpointing` ("none", the default, "matmuls" or "blocks") says what the backward
-    pass of the transformer recomputes. The attributes below are in addition to those of `Pipeline`.
+    pass of the transformer recomputes; another value raises KeyError while tracing. The attributes
+    below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -201,8 +202,8 @@ class ZImagePipeline(Pipeline):
 
         Returns:
             A dictionary. "text" [b, l, d]: the hidden states before Qwen3's last layer, without a
-            final norm, in the dtype of the text encoder; those of padding are not zero. "mask" [b,
-            l], bool: that of `tokens`.
+            final norm, in the dtype of the text encoder. States of padding are not zero. "mask" [b,
+            l], bool: the "mask" of `tokens`.
         """
         encoder = self.text_encoders["text_encoder"](params["text_encoder"])
         return {"text": encoder(tokens["ids"], tokens["mask"]), "mask": tokens["mask"]}

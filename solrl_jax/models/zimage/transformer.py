@@ -40,7 +40,7 @@ class ZImageConfig(ReleasedConfig):
     `transformer/config.json`.
 
     The defaults are those of diffusers. The constructor raises ValueError for a value that is not
-    supported.
+    supported; so does `read` for an unknown field.
 
     Attributes:
         all_patch_size: (2,), the only supported value: side of a patch in latent pixels.
@@ -48,8 +48,8 @@ class ZImageConfig(ReleasedConfig):
         in_channels: number of channels of the latents.
         dim: number of features of a token, a multiple of `n_heads`.
         n_layers: number of blocks that process image and text together.
-        n_refiner_layers: number of blocks that process the image alone, before the blocks of
-            `n_layers`. As many others process the text alone.
+        n_refiner_layers: number of blocks that process the image alone, before those of `n_layers`.
+            The same number of further blocks process the text alone.
         n_heads: number of attention heads.
         n_kv_heads: number of heads of keys and values. Must equal `n_heads`.
         norm_eps: epsilon of the norms of the blocks (except those of queries and keys) and of the
@@ -62,8 +62,9 @@ class ZImageConfig(ReleasedConfig):
         t_scale: the network embeds the number `t_scale * (1 - sigma)`.
         axes_dims: rotary embedding: how many features of a head are rotated by each of the three
             coordinates of a position. Positive even numbers with the sum `dim / n_heads`.
-        axes_lens: greatest number of positions along the three axes of a position: text (34 or
-            more), rows and columns of image tokens.
+        axes_lens: number of values that each of the three coordinates of a position can take. The
+            first one, 34 or more, limits the text (`max_text_tokens`); the others are the greatest
+            numbers of rows and of columns of image tokens.
     """
 
     network = "ZImageTransformer2DModel"
@@ -89,10 +90,10 @@ class ZImageConfig(ReleasedConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: Unless `all_patch_size` is (2,), `all_f_patch_size` is (1,),
-                `siglip_feat_dim` is None, `n_heads` divides `dim`, and `n_kv_heads` equals
-                `n_heads`. Also unless `axes_dims` is three positive even numbers whose sum is
-                `dim / n_heads`, and `axes_lens` three positive integers, the first one 34 or more.
+            ValueError: `all_patch_size` is not (2,), `all_f_patch_size` is not (1,), or
+                `siglip_feat_dim` is not None; `n_heads` does not divide `dim`; `n_kv_heads` is not
+                `n_heads`; `axes_dims` is not three positive even numbers whose sum is `dim /
+                n_heads`; or `axes_lens` is not three positive integers, the first one 34 or more.
                 The message names the field.
         """
         self.require(self.all_patch_size == (PATCH,), "all_patch_size", f"[{PATCH}]")
@@ -193,11 +194,11 @@ class ZImageTransformer2DModel(nnx.Module):
     ) -> Float[Array, "b h w c"]:
         """Predicts the velocity `noise - x0` at `latent`.
 
-        Timestep and sign are those of this package; the released network's (`t_scale * (1 - sigma)`
-        and `x0 - noise`) are converted here. As in the released network, the sequence is the image,
-        then the text; the image and each sample's text are padded to multiples of 32 tokens with
-        learned padding tokens, which are attended to. Further padding of the text is not attended
-        to.
+        The timestep and the sign of the velocity follow the convention of this package. The
+        released network takes `t_scale * (1 - sigma)` and predicts `x0 - noise`; both are converted
+        here. As in the released network, the sequence is the image, then the text. The image and
+        each sample's text are padded to multiples of 32 tokens with learned padding tokens, which
+        are attended to. Further padding of the text is not attended to.
 
         Args:
             latent: noisy latents. Height and width are even.
@@ -211,10 +212,9 @@ class ZImageTransformer2DModel(nnx.Module):
 
         Raises:
             ValueError: height or width is odd; the image has more rows or columns of tokens than
-                `config.axes_lens`; l exceeds `config.max_text_tokens`; or the size of the axis
-                `sequence` of the mesh that is set (`jax.set_mesh`) does not divide the number of
-                image tokens, or that of image and text tokens together, with their padding to
-                multiples of 32.
+                `config.axes_lens`; l exceeds `config.max_text_tokens`; or the size of the mesh axis
+                `sequence` does not divide the number of image tokens, or that of image and text
+                tokens together, with their padding to multiples of 32.
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
@@ -447,9 +447,10 @@ def rotary_tables(
     """
 
     def waves(axis: int, coordinates: np.ndarray) -> np.ndarray:
-        """Cosines and sines [2, positions, features / 2] of the angles along one axis.
+        """Returns cosines and sines [2, positions, features / 2] of the angles along one axis.
 
-        Angles are rounded to float32 before, as in the released code.
+        Angles are rounded to float32 before their cosines and sines are taken, as in the released
+        code.
         """
         dim = config.axes_dims[axis]
         frequencies = config.rope_theta ** (-np.arange(0, dim, 2) / dim)

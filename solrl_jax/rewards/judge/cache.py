@@ -1,8 +1,8 @@
-"""Scores that were paid for, in one SQLite file that all processes of a host share.
+"""A cache of a judge's scores, in one SQLite file that all processes of a host share.
 
-A key is a hash of all that a score depends on (`Judge.identity`), so the file can be copied and
-removed. A model is known by its name alone: if another one is served under the same name, remove
-the file.
+A key is a hash of everything that a score depends on (the prompt, the images and `Judge.identity`),
+so the file can be copied and removed. A key identifies the model by its name alone. If the endpoint
+starts to serve another model under the same name, remove the file.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.storage.readers import parse_json
 
 FILE = "scores.sqlite"
-# Part of every key. It changes if the same request would be scored in another way.
+# Part of every key. Increase it when a change of the code scores the same request differently.
 VERSION = 1
 # Seconds that a process waits for another one that writes.
 LOCK_TIMEOUT = 30.0
@@ -26,9 +26,9 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
     """Returns the key under which the cache stores the scores of a request.
 
     Args:
-        identity: All that a score depends on beside prompt and images, as JSON values by name: the
-            model, the question and further options (`Judge.identity`). The order of its keys has no
-            influence.
+        identity: Everything that a score depends on beside the prompt and the images, as JSON
+            values by name: the model, the question and further options (`Judge.identity`). The
+            order of its keys has no effect.
         prompt: The prompt of the image or pair.
         images: A hash of the pixels of each image, in order: one, or two that are compared.
 
@@ -45,11 +45,9 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
 class Cache:
     """The scores of a judge on disk: one SQLite file in a directory, from request keys to scores.
 
-    `Cache(folder)` opens the file `scores.sqlite` in the directory, creates both and missing
-    parents, and raises ScoringFailure if it cannot or the file stays locked for 30 seconds. While
-    it is open, SQLite has two more files beside it. Several processes may use the same file at
-    once. Entries are never removed, and there is no limit on their number. An object may only be
-    used in the thread that created it; calls in others raise ScoringFailure.
+    Several processes may use the same file at once. Entries are never removed, and there is no
+    limit on their number. An object may only be used in the thread that created it. Calls in other
+    threads raise ScoringFailure.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -62,8 +60,9 @@ class Cache:
             folder: The directory. Missing parents are created, too.
 
         Raises:
-            ScoringFailure: If it cannot be created, the file is no SQLite database or cannot be
-                written, or another process has it locked for 30 seconds (`LOCK_TIMEOUT`).
+            ScoringFailure: If the directory or the file cannot be created, the file is no SQLite
+                database or cannot be written, or another process keeps it locked for 30 seconds
+                (`LOCK_TIMEOUT`).
         """
         self._path = folder / FILE
         try:
@@ -86,7 +85,7 @@ class Cache:
 
         Raises:
             ScoringFailure: If the file cannot be read, the entry is no JSON object of numbers that
-                are finite as floats, or another process has the file locked for 30 seconds
+                are finite as floats, or another process keeps the file locked for 30 seconds
                 (`LOCK_TIMEOUT`).
         """
         try:
@@ -99,12 +98,12 @@ class Cache:
             raise self._failure(error) from None
 
     def write(self, key: str, scores: Mapping[str, float]) -> None:
-        """Stores the scores of a request in the file at once, in place of any that it had.
+        """Stores the scores of a request in the file immediately, and replaces any existing ones.
 
         Args:
             key: The key of the request, from `cache_key`.
             scores: The scores of the request by name, "reward" among them. They must be finite,
-                because `read` refuses an entry with others.
+                because `read` refuses entries with other numbers.
 
         Raises:
             ScoringFailure: If the file cannot be written, e.g. on a full disk, or another process

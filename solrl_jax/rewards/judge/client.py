@@ -1,7 +1,7 @@
 """Sends requests to an OpenAI-compatible endpoint, with the package openai.
 
-What a stranger's server may do is bounded here: an answer has a largest size, redirects are not
-followed, so that images and keys go to the configured address alone, and every wait has an end.
+The server is not trusted. The size of an answer is limited, and every wait has an end. Redirects
+are not followed, so images and keys go only to the configured address.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def find_key(settings: JudgeSettings) -> str:
     JUDGE_API_KEY for other hosts.
 
     Args:
-        settings: The options of the judge, of which `base_url` (the address of the endpoint) and
+        settings: The options of the judge. Only `base_url` (the address of the endpoint) and
             `api_key_env` (the name of the variable, or None for the default) are read.
 
     Returns:
@@ -113,12 +113,10 @@ class Answer:
 class Client:
     """The connection of a process to an OpenAI-compatible endpoint.
 
-    `Client(settings, concurrency)` gets the judge's options and the most requests at once. The
-    coroutine `ask(content, deadline, **fields)` sends one request (the parts of a message and
-    further fields such as max_tokens, with the model, the seed and `extra` of the options and the
-    temperature 0), repeats it after temporary failures, and returns its `Answer`. All requests must
-    run in one event loop. Idle connections stay open for further requests until the coroutine
-    `close`.
+    The coroutine `ask` sends one request, repeats it after temporary failures, and returns its
+    `Answer`. Every request has the model, the seed (unless `ask` omits it) and the fields `extra`
+    of the judge's options, and the temperature 0. All requests must run in one event loop. Idle
+    connections stay open for further requests until the coroutine `close` runs.
     """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
@@ -165,8 +163,9 @@ class Client:
         Args:
             content: The parts of the user's message, as OpenAI defines them: dicts of the types
                 "text" and "image_url".
-            deadline: The time of the running event loop, in seconds, at which the request fails in
-                any case, even if it still waits for others to end.
+            deadline: The time of the running event loop, in seconds, at which the request fails. A
+                request that then still waits for a free slot (`concurrency`) fails as soon as it
+                gets one.
             send_seed: Whether the request has the seed of the options.
             fields: Further fields of the request that the package openai knows, e.g. max_tokens.
 
@@ -245,12 +244,11 @@ class Client:
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The body of an answer, read as it arrives, that is given up after 2**20 bytes
-    (`MAX_ANSWER_BYTES`).
+    """The body of an answer, read as it arrives and limited to 2**20 bytes (`MAX_ANSWER_BYTES`).
 
-    Iterating over it yields the parts of the body as the server sent them (`_bound_response`
-    refuses compressed bodies before). It raises `ScoringFailure` instead of yielding the part that
-    exceeds the limit.
+    Iterating over it yields the parts of the body as the server sent them. They are not compressed,
+    because `_bound_response` refuses compressed bodies. The iteration raises `ScoringFailure` in
+    place of the part that exceeds the limit.
     """
 
     def __init__(self, stream: Any) -> None:
@@ -265,8 +263,8 @@ class _BoundedStream(httpx2.AsyncByteStream):
         """Yields the parts of the body, as they arrive.
 
         Raises:
-            ScoringFailure: When the parts have more than 2**20 bytes (`MAX_ANSWER_BYTES`) together.
-                The part that goes beyond them is not yielded.
+            ScoringFailure: If the parts have more than 2**20 bytes (`MAX_ANSWER_BYTES`) together.
+                The part that exceeds the limit is not yielded.
         """
         size = 0
         async for part in self._stream:
@@ -297,7 +295,7 @@ async def _bound_response(response: httpx2.Response) -> None:
 
     Raises:
         ScoringFailure: If the body is compressed (a content-encoding other than "identity"), which
-            was not asked for.
+            the request did not accept.
     """
     encoding = response.headers.get("content-encoding", "identity").lower()
     if encoding != "identity":
@@ -349,8 +347,8 @@ def _describe_status(error: openai.APIStatusError) -> str:
     Returns:
         The status and, in parentheses, the address of a redirect or the server's message. The
         message is the field "message" or "detail" of the JSON body (or of the object "error" in
-        it), or a text under "error", or else the whole body; it is cut to 200 characters, and "no
-        message" if empty. It may hold the API key.
+        it), or a text under "error", or else the whole body. It is cut to 200 characters, and an
+        empty one is replaced by "no message". It may contain the API key.
     """
     response = error.response
     location = response.headers.get("location")
@@ -379,7 +377,7 @@ def _root_cause(error: BaseException) -> str:
 
     Returns:
         The message of the last error in this chain, or the name of its type if the message is
-        empty. It may hold the API key.
+        empty. It may contain the API key.
     """
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]

@@ -56,22 +56,22 @@ def probe(judge: Judge) -> Support:
     """Finds out by requests what the endpoint of a judge supports.
 
     First sends the request that the judge would send for a gray square of 64 x 64 pixels (or two of
-    them, if the judge compares). While requests are refused with a status of 4xx, sends it again,
-    each time with one thing left out, if it has that: the seed, the log-probabilities, the JSON
-    schema or the images, in this order, and at last with all of these left out. Nothing is repeated
-    (whatever the option `retries`), and the cache is neither read nor written.
+    them, if the judge compares). While requests are refused with a status of 4xx, sends reduced
+    ones: without the seed, without the log-probabilities, without the JSON schema, without the
+    images, and without all of these. A part that the request does not have is skipped. No request
+    is repeated (whatever the option `retries`), and the cache is neither read nor written.
 
     Args:
         judge: The judge. The API key comes from ~/.netrc or the environment, as in a run.
 
     Returns:
-        What the first answered request had, and its answer. `problem` is set if the judge cannot
-        score with this endpoint.
+        The parts of the first answered request, and its answer. `problem` is set if the judge
+        cannot score with this endpoint.
 
     Raises:
         ScoringFailure: If no request got a chat completion, or a request failed otherwise than with
-            a status of 4xx. The message, one line, is that of the first failure. All requests
-            together may take 120 seconds (`SECONDS`), and each the option `request_timeout`.
+            a status of 4xx. The message, one line, is that of the first failure. A request fails
+            after `request_timeout`, or when all requests together take 120 seconds (`SECONDS`).
         RuntimeError: If an event loop runs in this thread.
     """
     settings = dataclasses.replace(judge.settings, cache=None, retries=0)
@@ -148,8 +148,8 @@ def describe(support: Support) -> str:
 
     Returns:
         E.g. "answers 'Yes' in 0.52 s; images yes, log-probabilities 20, schema yes, seed accepted,
-        fingerprint no". "schema" is missing if the judge sends none. What the endpoint does not
-        support is "no", also for "seed". A fingerprint is cut to 40 characters.
+        fingerprint no". "schema" is missing if the judge sends none. An unsupported feature,
+        including the seed, is "no". A fingerprint is cut to 40 characters.
     """
     facts: dict[str, Any] = {
         "images": support.images,

@@ -25,8 +25,8 @@ from solrl_jax.rewards.protocol import Images, Metadata, check_arguments, finite
 from solrl_jax.storage.files import cache_directory
 from solrl_jax.storage.images import to_uint8
 
-# The fraction of the remaining time of a call after which its last requests fail. The rest is for
-# returning the other scores.
+# Requests without an answer fail after this fraction of a call's remaining time. The rest of the
+# time is for returning the other scores.
 REQUEST_TIME_FRACTION = 0.9
 JPEG_QUALITY = 95
 
@@ -44,12 +44,16 @@ def judge(
     """Asks a judge about each image, in a worker process.
 
     Sends one request per image whose scores are not in the cache, and stores them there. Equal
-    images with equal prompts are one request. Requests still without an answer fail when 9/10 of
-    the seconds that are left to this call have passed. Also adds to the counters of the run
-    (`rewards.usage`): "cached" (requests that the cache spared), "failures" (images without a score
-    because of an error), "requests" (with repeated ones), "request_seconds" (their time, summed),
-    "retries" (before an answer), and "prompt_tokens" and "completion_tokens" as the endpoint
-    reports them. The cache and the connection stay open.
+    images with equal prompts share one request. Requests without an answer fail after 9/10 of the
+    remaining time of this call. The cache and the connection stay open. Also adds to these counters
+    of the run (`rewards.usage`):
+
+      - "cached": requests that the cache replaced.
+      - "failures": images without a score because of an error.
+      - "requests": requests sent, including repetitions.
+      - "request_seconds": the time of all requests, with their repetitions and pauses, summed.
+      - "retries": repetitions of the requests that got an answer.
+      - "prompt_tokens" and "completion_tokens": as the endpoint reports them.
 
     Args:
         images: Images [n, H, W, 3] in [0, 1]; finite values outside are clipped. One with a
@@ -67,10 +71,11 @@ def judge(
 
     Raises:
         ScoringFailure: If images could not be scored. Its `scores` are the arrays of the result,
-            with NaN for these images. Without scores if the cache cannot be opened.
-        ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
+            with NaN for these images. If the cache cannot be opened, its `scores` are None.
+        ValueError: If the images are not RGB, the arguments differ in length, or `options` is no
             such text (KeyError if it lacks a key).
         InputError: If the cache's directory is a file, or there is no home directory for it.
+        PermissionError: If a parent of this directory may not be searched.
     """
     check_arguments("judge", images, prompts, metadata)
     service = _open_service(options, concurrency)
@@ -92,10 +97,10 @@ def compare(
 ) -> Float[np.ndarray, " n"]:
     """Asks a judge which of two images it prefers, for n pairs, in a worker process.
 
-    Sends one request per pair whose preference is not in the cache, and stores it there. Equal
-    pairs with equal prompts are one request. Requests still without an answer fail when 9/10 of the
-    seconds that are left to this call have passed. Also adds to the same counters as `judge`
-    (`rewards.usage`). The cache and the connection stay open.
+    Sends one request per pair whose preference is not in the cache, and stores the preference
+    there. Equal pairs with equal prompts share one request. Requests without an answer fail after
+    9/10 of the remaining time of this call. Also adds to the same counters as `judge`
+    (`rewards.usage`), with pairs in place of images. The cache and the connection stay open.
 
     Args:
         first: Images [n, H, W, 3] in [0, 1], shown to the judge first in each pair; finite values
@@ -115,10 +120,12 @@ def compare(
 
     Raises:
         ScoringFailure: If pairs could not be compared. Its `scores` are {"reward": the
-            preferences}, with NaN for these pairs. Without scores if the cache cannot be opened.
-        ValueError: If the images are not RGB, the numbers of arguments differ, or `options` is no
+            preferences}, with NaN for these pairs. If the cache cannot be opened, its `scores` are
+            None.
+        ValueError: If the images are not RGB, the arguments differ in length, or `options` is no
             such text (KeyError if it lacks a key).
         InputError: If the cache's directory is a file, or there is no home directory for it.
+        PermissionError: If a parent of this directory may not be searched.
     """
     check_arguments("judge", first, prompts, metadata)
     check_arguments("judge", second, prompts, metadata)
@@ -153,10 +160,9 @@ class _EncodedImage:
 class Service:
     """A judge with its cache and its connection, kept open between the calls of a worker process.
 
-    `Service(judge, concurrency)` opens the cache. `score_all` answers a call: it takes scores from
-    the cache, asks the endpoint for the others and stores them. The requests run in an event loop
-    that the object owns and that runs only during `score_all`. All calls must come from the thread
-    that created the object.
+    `score_all` scores the images of a call: it takes scores from the cache, asks the endpoint for
+    the others, and stores those. The requests run in an event loop that the object owns, and that
+    runs only during `score_all`. All calls must come from the thread that created the object.
     """
 
     def __init__(self, judge: Judge, concurrency: int) -> None:
@@ -214,10 +220,10 @@ class Service:
     ) -> Scores:
         """Scores images or pairs of images, from the cache or else by requests.
 
-        Equal rows share one request, new scores are stored in the cache, and it returns when every
-        request has a score or has failed. Requests without an answer fail when 9/10
-        (`REQUEST_TIME_FRACTION`) of the seconds that are left to this call (`seconds_left`) have
-        passed. Also counts the failed rows as "failures" (`rewards.usage`).
+        Equal rows share one request, and new scores are stored in the cache. The call returns when
+        every request has a score or has failed. Requests without an answer fail after 9/10
+        (`REQUEST_TIME_FRACTION`) of the remaining time of the worker's call (`seconds_left`). Also
+        counts the failed rows as "failures", and the requests as `judge` says (`rewards.usage`).
 
         Args:
             sent: For each row a tuple of one image, or of two if the judge compares; None for a row
@@ -256,8 +262,8 @@ class Service:
     ) -> list[dict[str, float] | ScoringFailure | None]:
         """Gets the scores of all rows: from the cache, or by requests that run at the same time.
 
-        Equal rows share one request. Requests without an answer fail when 9/10
-        (`REQUEST_TIME_FRACTION`) of the seconds that are left to this call have passed.
+        Equal rows share one request. Requests without an answer fail after 9/10
+        (`REQUEST_TIME_FRACTION`) of the remaining time of the worker's call (`seconds_left`).
 
         Args:
             sent: For each row a tuple of one image, or of two if the judge compares; None for a row
@@ -385,10 +391,10 @@ class Service:
             among the accepted tokens.
 
         Raises:
-            ScoringFailure: If the answer has no log-probabilities although the score needs them,
-                its accepted tokens (such as "yes" and "no") together have a probability below 0.05,
-                or its text is no JSON object with a number in its range for each criterion. (With a
-                single criterion, the number alone is accepted, too.)
+            ScoringFailure: If the score needs log-probabilities and the answer has none, or its
+                accepted tokens (such as "yes" and "no") together have a probability below 0.05. For
+                "json", if its text is no JSON object with a number in its range for each criterion.
+                With a single criterion, the number alone is accepted, too.
         """
         settings = self._judge.settings
         if settings.score == "json":

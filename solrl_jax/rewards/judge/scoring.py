@@ -1,8 +1,9 @@
 """From the answer of a judge to a score: one function with its formula for each way to score.
 
 `p(t)` is the probability of the token t as the first one of the answer. An endpoint returns the
-logarithms of at most the `TOP` (20) largest ones; the others count as 0. Tokens that differ only in
-case, or in white space at their ends, are the same, and their probabilities are added.
+logarithms of at most the `TOP` (20) largest probabilities. The others count as 0. Tokens that
+differ only in case, or in white space at their ends, count as the same token, and their
+probabilities are added.
 """
 
 import math
@@ -13,7 +14,7 @@ from solrl_jax.config.values import brief_repr
 from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.storage.readers import parse_json
 
-# The log-probabilities that are asked for: as many as OpenAI and vLLM allow without further ado.
+# The number of log-probabilities to request: the most that OpenAI and vLLM allow by default.
 TOP = 20
 # The smallest probability that all accepted tokens must have together. With less, the model answers
 # something else, and the score would be noise.

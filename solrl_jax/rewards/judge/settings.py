@@ -30,7 +30,7 @@ from solrl_jax.rewards.judge.templates import Template, read_template
 Scale = Annotated[tuple[Number, Number], Field(strict=False)]
 # Requests that need log-probabilities answer with one token.
 MAX_TOKENS = {"digits": 1, "yes": 1, "preference": 1, "json": 256}
-# Fields of a request that a judge sets itself, and words that a secret may hide under.
+# Fields of a request that a judge sets itself.
 RESERVED = (
     "model",
     "messages",
@@ -43,8 +43,9 @@ RESERVED = (
     "top_logprobs",
     "response_format",
 )
+# A field whose name contains one of these words may hold a secret.
 SECRETS = ("key", "token", "secret", "pass", "auth", "header")
-# The field with the most tokens of an answer at endpoints that refuse max_tokens.
+# The field that limits the tokens of an answer at endpoints that refuse max_tokens.
 MAX_COMPLETION_TOKENS = "max_completion_tokens"
 # Fields of OpenAI, vLLM and SGLang that are no secrets, although their names contain "token".
 TOKEN_FIELDS = (
@@ -69,7 +70,7 @@ IDENTITY = (
     "seed",
     "extra",
 )
-# Options on which no score depends. They may change between the starts of a run.
+# Options that do not affect scores. They may change between the starts of a run.
 FREE = (
     "base_url",
     "api_key_env",
@@ -81,7 +82,7 @@ FREE = (
 
 
 def _check_base_url(url: str) -> str:
-    """Checks the address of an endpoint, and returns it without slashes at its end.
+    """Checks the address of an endpoint, and returns it without trailing slashes.
 
     Args:
         url: The option `base_url`. It must begin with http:// or https:// and have a host, and it
@@ -91,7 +92,7 @@ def _check_base_url(url: str) -> str:
         ConfigError: If it holds an "@", as after a user name or password, or a parameter (after "?"
             or "#") whose name looks like a secret (`contains_secret`). The message does not repeat
             the address.
-        ValueError: If it is no such address for another reason.
+        ValueError: If the address is not accepted for another reason.
     """
     expected = "expected http://HOST:PORT/v1"
     address = urllib.parse.urlsplit(url)
@@ -167,18 +168,19 @@ class JudgeSettings(Section):
         score: How an answer is scored. "digits": the expected digit. "yes": the probability of yes
             against no. "preference": the probability that the first of two images is preferred.
             These use the log-probabilities of the first token. "json": the mean of the numbers in
-            the answer's JSON. None: as the question of the package says; a file needs one of them.
+            the answer's JSON. None: the default of the package's question. The question of a file
+            has no default and needs one of the four.
         scale: (lowest, highest) number of the answer, for "digits" (integers from 0 to 9) and for
-            "json" without criteria. None: (1, 5). Must be None for "yes", for "preference" and with
-            criteria, also those of the question "rubric".
+            "json" without criteria. None: (1, 5). Must be None for "yes" and "preference", and for
+            "json" with criteria, which the question "rubric" has by default.
         criteria: For "json": (lowest, highest) number of each criterion by its name, which is not
-            empty and not "reward". Empty: with the question "rubric" alignment, coherence and
-            style, from 1 to 5 each; otherwise a single criterion "score" with the range `scale`.
-            Must be empty for the other scores.
+            empty and not "reward". Empty: the criteria alignment, coherence and style, from 1 to 5
+            each, with the question "rubric"; a single criterion "score" with the range `scale` with
+            any other question. Must be empty for the other scores.
         structured: Whether "json" asks the endpoint to follow the JSON schema of the criteria
             (`response_format`). No effect for the other scores.
-        image_size: Longest side in pixels, 1 to 16384, of the images that are sent; larger ones are
-            reduced, smaller ones stay. None: all stay.
+        image_size: Longest side in pixels, 1 to 16384, of the images that are sent. Larger images
+            are reduced to it. None: no image is resized.
         image_format: "png" without loss, or "jpeg" of quality 95, which is about a fifth of the
             size.
         max_tokens: Most tokens of an answer, at least 1. None: 256 for "json", else 1. Must be None
@@ -228,9 +230,10 @@ class Judge:
     """A judge with its question: options that were checked and completed by `open_judge`.
 
     Attributes:
-        settings: The options. `score` is never None; `max_tokens` is None only if `extra` has
-            max_completion_tokens; `scale` is (lowest, highest) for "digits" and "json", else None;
-            with criteria of the options or of the question it is (1, 5) and has no effect.
+        settings: The options. `score` is never None. `max_tokens` is None only if `extra` has
+            max_completion_tokens. `scale` is (lowest, highest) for "digits" and "json", and None
+            for other scores. For "json" with criteria of the options or of the question, it is
+            (1, 5) and has no effect on scores.
         question: The text of the question, in which {prompt} stands for the prompt of the image.
         criteria: For "json", (lowest, highest) of each criterion by its name, at least one;
             otherwise empty.
@@ -247,7 +250,7 @@ class Judge:
 
     @property
     def compares(self) -> bool:
-        """Whether two images are compared, and none is scored alone."""
+        """Whether the judge compares two images, instead of scoring each image alone."""
         return self.settings.score == "preference"
 
     def to_json(self) -> str:
@@ -259,9 +262,9 @@ class Judge:
         """Returns the judge in a text that `to_json` returned.
 
         Args:
-            text: JSON text with the keys "settings" (the options by name, whose types and ranges
-                are checked again), "question" and "criteria" (pairs [lowest, highest] by name),
-                which are not checked.
+            text: JSON text with the keys "settings" (the options by name), "question", and
+                "criteria" (pairs [lowest, highest] by name). The types and ranges of the options
+                are checked again. The question and the criteria are not checked.
 
         Raises:
             ValueError: If the text is not JSON, or an option is not accepted (pydantic's
@@ -273,13 +276,14 @@ class Judge:
         return cls(_SETTINGS.validate_python(fields["settings"]), fields["question"], criteria)
 
     def identity(self) -> dict[str, Any]:
-        """Returns all that a score depends on beside the images and the prompt, as JSON values.
+        """Returns everything that a score depends on beside the images and the prompt, as JSON
+        values.
 
         Returns:
             A dict with "question", "criteria" and the options in `IDENTITY`: "model", "score",
             "scale", "structured", "image_format", "max_tokens", "seed" and "extra". The endpoint is
-            not in it: a model is assumed to have the same name wherever it is served. Nor is
-            `image_size`, because the cache hashes the pixels after they were reduced.
+            left out, because a name is assumed to mean the same model at every endpoint.
+            `image_size` is left out, because the cache hashes the reduced pixels.
         """
         settings = dataclasses.asdict(self.settings)
         identity = {name: settings[name] for name in IDENTITY}
@@ -303,10 +307,8 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
 
     Raises:
         InputError: If an option is missing, unknown or not accepted; if `score` is None for a
-            question of the user's; if `scale`, `criteria` or `max_tokens` is not allowed with the
-            score or with `extra`; or if the question is neither one of the package nor a UTF-8 text
-            file that is not blank, has at most 20,000 characters and no control characters but
-            white space, and has {prompt} if it has any word in braces.
+            user's question; if `scale`, `criteria` or `max_tokens` is not allowed with the score or
+            with `extra`; or if the question cannot be read (see `read_template`).
     """
     field = f"reward.options.{name}"
     fields = [entry.name for entry in dataclasses.fields(JudgeSettings)]
@@ -353,7 +355,7 @@ def open_judge(name: str, options: Mapping[str, Any]) -> Judge:
 def _criteria(
     score: str, settings: JudgeSettings, template: Template
 ) -> dict[str, tuple[float, float]]:
-    """Returns the criteria of a judge: of the options, else of the question, else a default.
+    """Returns the criteria of the options if there are any, else of the question, else a default.
 
     Args:
         score: How answers are scored: "digits", "yes", "json" or "preference".
@@ -381,12 +383,12 @@ def _check_scale(
         scale: The option: (lowest, highest), or None.
 
     Returns:
-        The option; (1, 5) if it is None, also for "json" with criteria. For "yes" and "preference",
-        which have no numbers, None.
+        The option; (1, 5) if it is None, even for "json" with criteria. None for "yes" and
+        "preference", whose answers have no numbers.
 
     Raises:
         InputError: If there is a range for "yes" or "preference"; if the first number is not below
-            the second; or if they are no integers from 0 to 9 with "digits".
+            the second; or if, for "digits", they are not integers from 0 to 9.
     """
     if score not in ("digits", "json"):
         if scale is not None:

@@ -1,7 +1,7 @@
 """Regeneration that continues from the latents that exploration reached in the training precision.
 
-Where the first steps of exploration are those of the regeneration, with the same policy, their
-latents are the regeneration's own. Those of the kept candidates are then not computed again.
+If the first steps of exploration have the sigmas and the policy of the regeneration, both reach the
+same latents. Regeneration then starts from these latents of the kept candidates, not from noise.
 """
 
 from solrl_jax.config.schema import Config, Rollout
@@ -12,22 +12,26 @@ from solrl_jax.rl.sampler import make_schedule
 
 
 def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | None:
-    """Returns the steps at which an objective that trains on reward gradients is trained, on the
-    latents that the step starts from. `rl.generate.generate` draws one of the steps for each
-    sample, from its seed. A user's objective, `module:function`, is imported for this, which must
-    succeed.
+    """Returns the solver steps at which an objective on reward gradients is trained.
+
+    The objective trains on the latents at the start of a step. `rl.generate.generate` draws one of
+    the steps for each sample, from its seed. A user's objective (`module:function`) is imported.
 
     Args:
-        config: The configuration. `algorithm.last_steps` is the number of last steps, or if it is
-            None, `algorithm.query_sigma` the noise level that is asked for. `rollout` gives the
-            sigmas.
-        pipeline: The model, whose shift some schedules take.
-        size: Height and width of the images in pixels, or of clips also the number of frames, from
-            which some schedules derive their shift.
+        config: The configuration. `algorithm.last_steps` is the number of last steps to draw from.
+            If it is None, `algorithm.query_sigma` is the noise level of the only step. `rollout`
+            gives the sigmas.
+        pipeline: The model, whose shift some schedules use.
+        size: Height and width of the images in pixels; for clips, followed by the number of frames.
+            Some schedules derive their shift from it.
 
     Returns:
         Indices, from 0, of consecutive steps of the full schedule: the last ones, or the one that
         starts nearest to the noise level. None if the objective trains on anything else.
+
+    Raises:
+        ConfigError, ImportError, AttributeError: If a user's objective cannot be loaded, as in
+            `config.schema.Algorithm.trains_on`. Its module may raise any other exception.
     """
     if config.algorithm.trains_on != "reward_gradients":
         return None
@@ -45,14 +49,14 @@ def continued_steps(
 
     The first `explore.exact_steps` steps of exploration run in the training precision. If they have
     the sigmas of the regeneration, it can start from the latents after them, and the result is
-    `explore.exact_steps`. They have these sigmas if exploration has as many steps as the
-    regeneration; or if `explore.sigmas` is "first", which takes the first half of the exploring
+    `explore.exact_steps`. They have these sigmas in two cases: exploration has as many steps as the
+    regeneration; or `explore.sigmas` is "first", which takes the first half of the exploration
     steps from the schedule of the regeneration, and at most half of them are exact. The result is
-    0, and a regeneration starts from noise, in each of the following cases:
+    0, and regeneration starts from noise, in each of the following cases:
 
-    * `regenerate` is False, so that there is none, or `explore.exact_steps` is 0.
-    * The exploration format quantizes nothing. Its steps are all alike, and no latents between them
-      are kept.
+    * `regenerate` is False, so nothing is regenerated, or `explore.exact_steps` is 0.
+    * The exploration format quantizes nothing. Exploration then has no exact steps of its own and
+      keeps no latents between steps.
     * The sigmas of the exact steps differ from those of the regeneration.
     * `noise_level` is above 0. Objectives that train on transitions need the states before these
       steps too.
@@ -62,10 +66,13 @@ def continued_steps(
 
     Args:
         rollout: The configuration of the rollout.
-        precision: The format that is explored in, a key of `quant.formats.FORMATS`.
-        steps: The number of exploring steps, above `explore.exact_steps`.
-        query_steps: The indices of the regenerating steps of which the beginning of one is recorded
-            for each sample. None: there are none.
+        precision: The exploration format, a key of `quant.formats.FORMATS`.
+        steps: The number of exploration steps, above `explore.exact_steps`.
+        query_steps: The indices, from 0, of the regeneration steps that are drawn from: for each
+            sample, the state at the start of one of them is recorded. None: no state is drawn.
+
+    Returns:
+        `explore.exact_steps`, or 0.
 
     Raises:
         KeyError: If there is no such format.

@@ -23,10 +23,10 @@ from solrl_jax.rl.trainable.trainable import Trainable, attach
 class Explorer:
     """How candidates are explored: gives the schedule, the quantized policy and the sampler.
 
-    The options of `rollout.explore` change the configured schedule and the quantizer. Some measure
-    something on the base policy for that, for example the inputs of its layers. That happens when a
-    method first needs it; the object keeps the result. The prompts that are measured on are encoded
-    first, which may load text encoders and write to the cache of prompts.
+    The options of `rollout.explore` change the configured schedule, the quantizer and the segments.
+    Some measure the base policy first, for example the inputs of its layers. That happens when a
+    method first needs the result, which the object keeps. The calibration prompts are encoded
+    before, which may load text encoders and write to the cache of prompts.
 
     Attributes:
         explore: The section `rollout.explore` of the configuration: the number of steps and the
@@ -39,7 +39,7 @@ class Explorer:
         make_schedule: (number of steps, first step of the full schedule that adds noise) -> the
             configured schedule without options. One with fewer steps adds noise between the same
             sigmas.
-        calibration: The base policy and the prompts that options are measured on.
+        calibration: The base policy and the samples that options measure on.
     """
 
     explore: Explore
@@ -91,7 +91,8 @@ class Explorer:
             steps: The number of solver steps, at least 1.
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
                 `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all from there on.
+                (counted from 0) on; without a window size, at all steps from there on. The last
+                step never adds noise.
 
         Returns:
             A schedule of that many steps; equal arguments give the same object. With
@@ -100,7 +101,7 @@ class Explorer:
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+            InputError, OSError, RunError: If the calibration prompts cannot be encoded
                 (`Experiment.encode_prompts`).
         """
         if (steps, noise_start) not in self._schedules:
@@ -114,10 +115,10 @@ class Explorer:
         """Returns how linear layers are quantized: the quantizer of a format, changed by the active
         options, one after another in the order of their registry.
 
-        The first call with a format may measure on the base, for options that need it: for every
-        format on samples of `explore.num_steps` steps and, if `schedule` has not been called yet
-        and `explore.sigmas` is "first", over the full schedule. Every process of a run must then
-        call it. The result is kept.
+        The first call with a format that quantizes may sample from the base and differentiate it,
+        for options that measure. They measure on the schedule with `explore.num_steps` steps,
+        whatever the format. If there is no such schedule yet, this also makes it (`schedule`).
+        Every process of a run must then call it. The result is kept.
 
         Args:
             precision: The name of a format, a key of `quant.formats.FORMATS`.
@@ -129,7 +130,7 @@ class Explorer:
         Raises:
             KeyError: If `precision` is no key of `FORMATS`; "auto" is none.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+            InputError, OSError, RunError: If the calibration prompts cannot be encoded
                 (`Experiment.encode_prompts`).
         """
         if precision in self._quantizers:
@@ -155,7 +156,7 @@ class Explorer:
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+            InputError, OSError, RunError: If the calibration prompts cannot be encoded
                 (`Experiment.encode_prompts`).
         """
         self.schedule(self.explore.num_steps)
@@ -185,7 +186,7 @@ class Explorer:
             KeyError: If `precision` is no key of `FORMATS`, or the base has no parameter of a path
                 in `adapters`.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+            InputError, OSError, RunError: If the calibration prompts cannot be encoded
                 (`Experiment.encode_prompts`).
         """
         backbone = self.calibration.backbone
@@ -210,7 +211,8 @@ class Explorer:
                 `option_set` is ignored: the options are those of this explorer.
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
                 `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all from there on.
+                (counted from 0) on; without a window size, at all steps from there on. The last
+                step never adds noise.
 
         Returns:
             A sampler named "explore" with this policy and its schedule. Decoder, latent shape and
@@ -221,7 +223,7 @@ class Explorer:
             KeyError: If the format of the setting is no key of `FORMATS`, or the base has no
                 parameter of a path in `adapters`.
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
-            InputError, OSError, RunError: If the prompts that are measured on cannot be encoded
+            InputError, OSError, RunError: If the calibration prompts cannot be encoded
                 (`Experiment.encode_prompts`).
         """
         segment = Segment(

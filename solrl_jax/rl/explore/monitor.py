@@ -1,9 +1,9 @@
 """The monitor: makes exploration more faithful while it ranks candidates badly.
 
 Ranking gets harder during training: the rewards within a prompt come closer together, while the
-error of a format stays the same. The monitor reads the Spearman correlation of proxy and
-regenerated rewards over the kept samples, which every iteration reports. The kept samples are the
-extremes of all candidates, so this correlation is higher than that over all of them, which
+error of a format stays the same. Every iteration reports the Spearman correlation of proxy and
+regenerated rewards over its kept samples, and the monitor reads it. The kept samples are the
+extremes of all candidates, so this correlation is higher than the one over all candidates, which
 `solrl rank RUN` measures.
 
 The monitor has no state. The setting of an iteration is a function of what the iterations before it

@@ -33,7 +33,7 @@ class Calibration:
         backbone: The networks with the base parameters, and the mesh.
         sampler: The sampler of the base policy with the steps of the regeneration. Its decoder is
             not used for measurements.
-        prompts: The prompts that are measured on, usually the first 16 for training.
+        prompts: The prompts to measure on, usually the first 16 for training.
         encode_prompts: Returns `prompts` with their embeddings. Each call reads the embeddings from
             the cache of prompts, or loads the text encoders, encodes the prompts and writes to the
             cache, so an option calls it once per measurement. Every process of a run must call it.
@@ -52,7 +52,8 @@ class Calibration:
     @property
     def schedule(self) -> Schedule:
         """The full schedule, with all steps of the regeneration and without exploration options. If
-        `rollout.noise_level` is above 0, it adds noise, as for `noise_start` 0.
+        `rollout.noise_level` is above 0, it adds noise as `Explorer.schedule` describes for
+        `noise_start` 0.
         """
         return self.sampler.segments[0].schedule
 
@@ -87,9 +88,10 @@ class ExplorationOption(abc.ABC):
     explored.
 
     An option may change three things: the schedule (sigmas and solver coefficients), the quantizer
-    (how a weight is quantized), and the segments (which policy takes which solver steps). Each has
-    a method that gets what the options before it have made and returns its own; by default it
-    changes nothing. Options have no state. They are called only if `active` returns True.
+    (how a weight is quantized), and the segments (which policy takes which solver steps). There is
+    one method for each. It receives the result of the options before this one and returns a new
+    one; by default it changes nothing. Options have no state. Except for `active`, their methods
+    are called only if `active` returns True.
     """
 
     @abc.abstractmethod
@@ -131,8 +133,8 @@ class ExplorationOption(abc.ABC):
             schedule: The schedule as the options before this one have left it.
 
         Returns:
-            A schedule with as many steps, or the full schedule if that has fewer. By default
-            `schedule` itself.
+            A schedule with the same number of steps, or the full schedule if that has fewer. By
+            default `schedule` itself.
         """
         return schedule
 
@@ -156,8 +158,7 @@ class ExplorationOption(abc.ABC):
             paths: The paths of the kernels to be quantized, such as
                 `transformer_blocks/attn2/to_k/kernel`.
             quantizer: The quantizer of the format, as the options before this one have left it.
-            schedule: The schedule that is explored on, with `explore.num_steps` steps, for
-                measurements.
+            schedule: The exploration schedule, with `explore.num_steps` steps, for measurements.
 
         Returns:
             The quantizer with this option. By default `quantizer` itself.
@@ -187,8 +188,8 @@ class ExplorationOption(abc.ABC):
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """Returns what `quantizer` would return, with `jax.ShapeDtypeStruct`s in place of the
-        arrays that it would measure. For plans and reports; nothing is measured.
+        """Returns the result of `quantizer` with a `jax.ShapeDtypeStruct` in place of each array
+        that it would measure. For plans and reports; nothing is measured.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own

@@ -62,8 +62,8 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
     """Finds the linear layers that may be quantized: all but those that a rule keeps in the
     training precision.
 
-    Two rules keep layers: one whose path contains a name in `modules_to_not_convert`, and a narrow
-    one (`min_width_ratio`, explained in `why_kept`).
+    A layer is kept if its path contains a name in `modules_to_not_convert`, or if it is narrow
+    (`min_width_ratio`, explained in `why_kept`).
 
     Args:
         params: The parameters of the network, or their shapes.
@@ -99,9 +99,9 @@ def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
     Args:
         params: The parameters of the network, or their shapes. At least one linear layer.
         rules: The section `model.quantization` of the configuration: `modules_to_not_convert`,
-            `min_width_ratio`, and `fused`, regular expressions of the paths of layers that the
-            released implementation has as one, such as keys and values. Their outputs count
-            together.
+            `min_width_ratio`, and `fused`. `fused` has regular expressions for the paths of layers
+            that are one layer in the released implementation, such as keys and values. The outputs
+            of such layers count together.
 
     Returns:
         By path, sorted: "skip NAME" with the first name that is in the path; "min_dim WIDTH" with
@@ -154,8 +154,8 @@ def report(
         params: The parameters of the network, or their shapes, in the training precision.
         rules: The section `model.quantization` of the configuration, which decides what is kept in
             the training precision.
-        form: The exploration format, from which the bytes follow. If it quantizes nothing, all
-            layers are kept; those that no rule keeps have its name as the reason.
+        form: The exploration format, which determines the bytes. If it quantizes nothing, all
+            layers are kept, and the reason is its name for layers that no rule keeps.
         explore: The section `rollout.explore` of the configuration. Its options may store further
             arrays for each quantized weight, which count in the bytes. None: no options.
 

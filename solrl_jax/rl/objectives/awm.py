@@ -1,8 +1,9 @@
 """Advantage Weighted Matching (arXiv 2509.25050).
 
 The flow-matching loss takes the place of the log-probability of a sample. The old policy is a slow
-copy of the trained one (`decay_type` 3). It generates the samples, and the loss holds the policy to
-it: the released code with `off_policy` on. docs/objectives.md lists what differs from that code.
+copy of the trained one (`decay_type` 3). It generates the samples, and the loss keeps the trained
+policy close to it, as in the released code with `off_policy` on. docs/objectives.md lists the
+differences from that code.
 """
 
 import jax
@@ -45,17 +46,17 @@ def awm(
     for the others (`distance_to_reference`).
 
     Args:
-        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
-            Only v has a gradient.
-        target: The noised samples that are trained on, with their sigma and optimality q. Their
-            true velocity `noise - x0` is `(x - x0) / sigma`.
+        velocities: The velocities that the trained (v), the old (v_old) and the reference policy
+            (v_ref) predict. Only v has a gradient.
+        target: The noised samples to train on, with their sigma and optimality q. Their true
+            velocity `noise - x0` is `(x - x0) / sigma`.
         algorithm: `clip_range` is c, and `kl_coef` the weight of the distance to the reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
         "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs from 1 by more than c, else 0),
-        "loss/drift" and, unless `kl_coef` is 0, "loss/kl" (the distances to old policy and
-        reference, without coefficients).
+        "loss/drift" (mean((v - v_old)^2)) and, unless `kl_coef` is 0, "loss/kl" (the distance to
+        the reference, without `kl_coef`).
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)
@@ -74,9 +75,9 @@ def _error_near(
 ) -> PerSample:
     """Computes the flow-matching loss of `v`, accurate also where it is close to that of `v_old`.
 
-    There it is `error_old` plus the difference of the two losses, so that it equals `error_old`
-    exactly for equal velocities. Where the loss of `v`, computed directly, is less than half of
-    `error_old`, that value is returned, because the sum could round below 0.
+    The result is `error_old` plus the difference of the two losses, so it equals `error_old`
+    exactly for equal velocities. If the loss of `v`, computed directly, is less than half of
+    `error_old`, that value is returned instead, because the sum could round below 0.
 
     Args:
         error_old: The flow-matching loss of `v_old`.

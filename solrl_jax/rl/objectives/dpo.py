@@ -25,14 +25,14 @@ def dpo(
     As in the released code, beta is the product of the paper's beta, number of steps and weight.
 
     Args:
-        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
-            Only v has a gradient.
-        target: The pairs that are trained on: the better sample in row 2 i, the worse one in row 2
-            i + 1, both at one noise and sigma. The number of rows must be even. The optimality
+        velocities: The velocities that the trained (v), the old (v_old) and the reference policy
+            (v_ref) predict. Only v has a gradient.
+        target: The pairs to train on: the better sample in row 2 i, the worse one in row 2 i + 1,
+            both with the same noise and sigma. The number of rows must be even. The optimality
             plays no part.
         algorithm: `beta` is the strength of the preference, and `kl_coef` the weight of the
-            distance to the reference. `kl_fraction` is 1: the configuration refuses less for this
-            objective, which needs the reference at every term.
+            distance to the reference. `kl_fraction` must be 1, because every sample needs the
+            reference; the configuration checks it.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the preference

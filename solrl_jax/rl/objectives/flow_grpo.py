@@ -36,12 +36,12 @@ def flow_grpo(
     (`distance_to_reference`).
 
     Args:
-        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict;
-            m_ref is the mean with v_ref in place of v, and p_old has that with v_old. Only v has a
-            gradient.
-        target: The recorded steps that are trained on: the latents x and `after`, the coefficients
-            a and b, the standard deviation `std`, the sigma, `length` (by how much sigma falls),
-            and the optimality q of their samples.
+        velocities: The velocities that the trained (v), the old (v_old) and the reference policy
+            (v_ref) predict. m_ref is the mean with v_ref in place of v, and p_old has the mean with
+            v_old. Only v has a gradient.
+        target: The recorded steps to train on: the latents x and `after`, the coefficients a and b,
+            the standard deviation `std`, the sigma, `length` (by how much sigma falls), and the
+            optimality q of their samples.
         algorithm: `clip_range` is c, `adv_clip_max` the largest advantage, and `kl_coef` the weight
             of the distance to the reference.
 

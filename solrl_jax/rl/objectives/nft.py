@@ -28,7 +28,7 @@ def nft(
         velocities: The velocities that the trained (v), the old (v_old) and the reference policy
             predict for the noised samples. Only v has a gradient. The reference is not read if
             `kl_coef` is 0.
-        target: The noised samples that are trained on, their clean samples, their sigmas, and the
+        target: The noised samples to train on, their clean samples, their sigmas, and the
             optimality q in [0, 1] of each.
         algorithm: `beta` is the mixing weight of DiffusionNFT, above 0: the positive and the
             negative policy are `v_old + beta (v - v_old)` and `v_old - beta (v - v_old)`. `kl_coef`
@@ -72,17 +72,17 @@ def nft_loss(
     for the others (`distance_to_reference`).
 
     Args:
-        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
-            Only v has a gradient.
-        target: The noised samples x that are trained on, with their clean latents x0, their sigma
-            and their optimality q.
+        velocities: The velocities that the trained (v), the old (v_old) and the reference policy
+            (v_ref) predict. Only v has a gradient.
+        target: The noised samples x to train on, with their clean latents x0, their sigma and their
+            optimality q.
         beta: The mixing weight of the paper, above 0: the weight of v in v_pos, and how far v_neg
             lies on the other side of v_old.
-        kl_coef: The weight of the distance to the reference, a number and no array. With 0 no
-            result depends on `velocities.reference`, so that XLA does not compute it under jit; it
-            must still be an array.
-        adv_clip_max: The factor of the first term, `algorithm.adv_clip_max`: advantages were
-            divided by it to give q.
+        kl_coef: The weight of the distance to the reference, a Python number, not an array. With 0,
+            no result depends on `velocities.reference`, so XLA does not compute that array under
+            jit. It must be given even then.
+        adv_clip_max: The factor of the first term, `algorithm.adv_clip_max`. Advantages were
+            clipped to this bound and divided by it to give q.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),

@@ -1,8 +1,9 @@
 """DiffusionOPSD, on-policy self-distillation (arXiv 2608.24646; worldbench/DiffusionOPSD).
 
-The gradient of the reward says where the clean latents that the old policy predicts should lie, and
-where they should not. Both targets are fixed, and the policy is fitted to them as in DiffusionNFT.
-docs/objectives.md lists what differs from the released code.
+The old policy predicts clean latents. Moved up the gradient of the reward, they are the target for
+good samples; moved down, the target that bad samples are pushed away from. Both targets are fixed,
+and the policy is fitted to them as in DiffusionNFT. docs/objectives.md lists the differences from
+the released code.
 """
 
 import jax
@@ -38,8 +39,8 @@ def targets(
         y <- y +- (rho |y0| / n) g / (|g| + 1e-12)        n times from y0; g is the gradient at y
 
     Norms are over the dimensions of a sample, so neither the scale of the reward nor that of the
-    latents matters. No target lies further than `rho |y0|` from y0. The released code also cuts off
-    what is beyond, which never happens with steps of this length.
+    latents matters. No target lies further than `rho |y0|` from y0. The released code also clips
+    the distance to this length, which has no effect on steps of this size.
 
     Args:
         gradient: Returns the rewards of clean latents, and their gradients. It is called 2 n - 1
@@ -48,8 +49,8 @@ def targets(
         algorithm: `target_radius` is rho, and `target_steps` is n.
 
     Returns:
-        "positive", the latents with a higher reward, and "negative", those with a lower one. Those
-        of a sample are not finite if a gradient of it is not.
+        "positive", the latents with a higher reward, and "negative", the latents with a lower one.
+        If a gradient of a sample has a non-finite value, so has the target made with it.
     """
     length = algorithm.target_radius / algorithm.target_steps
     _, first = gradient(anchor)
@@ -79,8 +80,8 @@ def opsd(
     `distance_to_reference`: with `kl_fraction` below 1, it is 0 or scaled up for a sample.
 
     Args:
-        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
-            Only v has a gradient. The reference is not read if `kl_coef` is 0.
+        velocities: The velocities that the trained (v), the old (v_old) and the reference policy
+            (v_ref) predict. Only v has a gradient. The reference is not read if `kl_coef` is 0.
         target: The states x of the trajectories, their sigmas, the optimality q of the samples, and
             in `targets` the latents y_pos ("positive") and y_neg ("negative").
         algorithm: `beta` is how far the positive and the negative policy lie from the old one,
@@ -90,8 +91,8 @@ def opsd(
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the loss without
         the distance to the reference), "loss/drift" (mean((v - v_old)^2), which is not trained on),
-        "target/distance" (how far y_pos lies from the clean latents that v_old predicts, as a
-        fraction of the norm of these) and, unless `kl_coef` is 0, "loss/kl" (the distance to the
+        "target/distance" (the distance from the clean latents that v_old predicts to y_pos, divided
+        by the norm of those latents) and, unless `kl_coef` is 0, "loss/kl" (the distance to the
         reference, without `kl_coef`).
 
     Raises:

@@ -1,8 +1,8 @@
 """ReFL, reward feedback learning (ImageReward, arXiv 2304.05977; THUDM/ImageReward).
 
 The policy predicts clean latents at one of the last steps of a trajectory. They are decoded and
-scored, and the parameters follow the gradient of the reward through all of that.
-docs/objectives.md lists what differs from the released code.
+scored, and the parameters follow the gradient of the reward through reward model, decoder and
+network. docs/objectives.md lists the differences from the released code.
 """
 
 import jax
@@ -56,8 +56,8 @@ def refl(
     still the gradient at y_old. All samples count alike, whatever their reward is.
 
     Args:
-        velocities: What the trained (v), the old (v_old) and the reference policy (v_ref) predict.
-            Only v has a gradient. The reference is not read if `kl_coef` is 0.
+        velocities: The velocities that the trained (v), the old (v_old) and the reference policy
+            (v_ref) predict. Only v has a gradient. The reference is not read if `kl_coef` is 0.
         target: The states x of the trajectories, their sigmas, and in `targets` the gradient g
             ("gradient"). The optimality is not read.
         algorithm: `kl_coef` is the weight of the distance to the reference

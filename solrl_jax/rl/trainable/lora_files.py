@@ -1,17 +1,18 @@
 """Exports LoRA files for diffusers and PEFT, and imports those and the files of other trainers.
 
-Both hold two tensors per linear layer under its released name: `lora_A.weight` [rank, in] and
-`lora_B.weight` [out, rank], with two further axes of size one for a 1x1 convolution. They are our
-`a` and `b` transposed, one pair per layer where we stack layers. The weight gains
-`alpha / rank * B A`. The two formats differ in the keys and in where alpha is:
+Both export formats hold two tensors per linear layer under its released name: `lora_A.weight`
+[rank, in] and `lora_B.weight` [out, rank], with two further axes of size one for a 1x1 convolution.
+They are `a` and `b` of our adapters, transposed; a stack of layers gives one pair per layer. The
+weight gains `alpha / rank * B A`. The two formats differ in the keys and in where alpha is:
 
               key                                     alpha
     diffusers transformer.MODULE.lora_A.weight        JSON in the header's `lora_adapter_metadata`
     PEFT      base_model.model.MODULE.lora_A.weight   `adapter_config.json` beside the tensors
 
-diffusers takes alpha = rank where the header has no metadata. Its SANA and SD3 pipelines refuse the
-keys `MODULE.alpha` that other tools write, and so does its FLUX pipeline beside the metadata. Such
-keys are read here and not written. The names of other programs are in `lora_layouts.py`.
+diffusers takes alpha = rank if the header has no metadata. Its SANA and SD3 pipelines refuse the
+keys `MODULE.alpha` that other tools write, and its FLUX pipeline refuses them together with the
+metadata. Such keys are read here but not written. The layer names that other programs use are in
+`lora_layouts.py`.
 """
 
 import contextlib
@@ -50,14 +51,14 @@ def check_target(path: Path, form: Literal["diffusers", "peft"]) -> None:
     Nothing is written, and whether the disk takes the file is not checked.
 
     Args:
-        path: The file ("diffusers"), which may exist, or the directory ("peft"), which may exist
-            if it is empty or holds only an earlier export: `adapter_model.safetensors` and
-            `adapter_config.json`.
+        path: The file ("diffusers") or directory ("peft") to write. A file may exist. A directory
+            may exist if it is empty or holds only an earlier export: `adapter_model.safetensors`
+            and `adapter_config.json`.
         form: The format of the export: "diffusers" (one file) or "peft" (a directory).
 
     Raises:
-        InputError: If a file of diffusers does not end in .safetensors or is a directory; or if a
-            directory of PEFT is a file or holds other files.
+        InputError: With "diffusers", if the path does not end in .safetensors or is a directory.
+            With "peft", if the path is a file, or a directory that holds anything else.
     """
     if form == "diffusers":
         if path.suffix != ".safetensors" or path.is_dir():
@@ -266,8 +267,7 @@ def _swap_shift_and_scale(b: np.ndarray, n_in: int) -> np.ndarray:
     gates too, has the same order in both and is not changed.
 
     Args:
-        b: The factor B, [outputs, rank], of a layer whose name is that of a modulation; the caller
-            checks this.
+        b: The factor B, [outputs, rank], of a modulation layer. The caller checks the name.
         n_in: The number of inputs, which is the width of the network. A layer of two parts has 2 *
             n_in outputs.
 
@@ -288,9 +288,10 @@ def _refuse_other_keys(file: Path, parsed: ParsedKeys, skip_text_encoders: bool)
         skip_text_encoders: Whether keys of text encoders are accepted.
 
     Raises:
-        InputError: For the first that applies: keys of DoRA, of trained biases or whole weights,
-            keys of no linear layer of the network, keys of text encoders that are not skipped, or
-            no key of a factor A or B at all. The message names the first keys.
+        InputError: For the first of these problems: keys of DoRA; keys of trained biases or whole
+            weights; keys that fit no linear layer of the network; keys of text encoders that are
+            not skipped; no key of a factor A or B at all. In all cases but the last, the message
+            lists up to 5 of the keys.
     """
     where = f"{file} (names of {parsed.layout}):"
     if parsed.dora:
@@ -402,7 +403,7 @@ def _slots(table: Table) -> dict[str, _Slot]:
 
 
 def _lora_adapters(adapters: Trainable) -> dict[str, Adapter]:
-    """Returns trainable parameters that are all LoRA adapters.
+    """Checks that all trainable parameters are LoRA adapters, and returns them.
 
     Args:
         adapters: The trainable parameters by path: adapters, or whole arrays, which are refused.
@@ -411,8 +412,8 @@ def _lora_adapters(adapters: Trainable) -> dict[str, Adapter]:
         The same adapters, as a new dict.
 
     Raises:
-        InputError: If some parameters are trained in full. The message has their number and the
-            first path.
+        InputError: If any parameter is trained in full. The message has the number of such
+            parameters and the first path.
     """
     lora, arrays = split_adapters(adapters)
     if arrays:

@@ -179,8 +179,8 @@ class ParsedKeys:
         text_encoders: Keys of text encoders, sorted.
         dora: Keys of the magnitudes of DoRA, sorted.
         biases: Keys of trained biases and of whole weights, sorted.
-        unknown: Keys that belong to no linear layer of the network, or stand for a part of a layer
-            that an earlier key has already, sorted.
+        unknown: Keys that belong to no linear layer of the network, and keys of a part (such as the
+            factor A) that an earlier key already gave for one of the same modules, sorted.
     """
 
     layers: dict[str, FileLayer]
@@ -196,8 +196,8 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
     here.
 
     Args:
-        keys: The keys of the tensors in the file. They are iterated twice, so an iterator will not
-            do.
+        keys: The keys of the tensors in the file. They are iterated twice, so this must not be an
+            iterator.
         modules: The diffusers names of all linear layers of the network.
 
     Returns:
@@ -231,12 +231,12 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
 
 
 def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bool]]:
-    """Lists the names that a linear layer may have in a LoRA file, with what each stands for.
+    """Lists the names that linear layers may have in a LoRA file, with the modules of each name.
 
-    Every layer may have its diffusers name, the name that the model's authors use (an entry of
-    `LAYOUTS`, which applies if the network has all modules of the entry), and these two in kohya's
-    form: "lora_unet_" and the name with "_" for each dot. A name with several meanings has the
-    first in this order.
+    A layer may have its diffusers name; the name that the model's authors use (an entry of
+    `LAYOUTS`, which applies if the network has all modules of the entry); and either of these in
+    kohya's form: "lora_unet_" and the name with "_" in place of each dot. If a name has several
+    meanings, the first in this order counts.
 
     Args:
         modules: The diffusers names of all linear layers of the network.
@@ -261,7 +261,7 @@ def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bo
 
 
 def _indices(pattern: str, modules: Collection[str]) -> list[str]:
-    """Finds the numbers for which a pattern of module names has a module.
+    """Finds the block numbers for which the network has a module that matches a pattern.
 
     Args:
         pattern: A module name in which at most one `#` stands for a number, such as
@@ -286,9 +286,9 @@ def _without_prefix(name: str) -> str:
         name: The name in a file, without the ending of the tensor.
 
     Returns:
-        The name after "transformer.", "base_model.model." or "diffusion_model.", of which only one
-        is removed. Names without these are returned as they are. kohya's "lora_unet_" is not
-        removed.
+        The name without a leading "transformer.", "base_model.model." or "diffusion_model."; a
+        second prefix stays. Names without these are returned as they are. kohya's "lora_unet_" is
+        not removed.
     """
     for prefix in PREFIXES:
         if prefix != KOHYA and name.startswith(prefix):

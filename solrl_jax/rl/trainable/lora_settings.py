@@ -52,7 +52,8 @@ def peft_config(modules: Iterable[str], settings: LoraSettings, table: Table) ->
     Args:
         modules: The diffusers names of the modules that have an adapter, such as
             "transformer_blocks.0.attn.to_q".
-        settings: Rank ("r") and alpha ("lora_alpha", an int if it is a whole number).
+        settings: The rank, which becomes "r", and alpha, which becomes "lora_alpha" (an int if it
+            is a whole number).
         table: The network's parameters with their names in released files, which give the names of
             all modules.
 
@@ -96,16 +97,17 @@ def read_config(
     Args:
         file: The safetensors file, whose name and directory say where the configuration is.
         keys: The keys of its tensors. Those that begin with "base_model.model." are PEFT's.
-        metadata: The text entries of its header, of which diffusers' is `lora_adapter_metadata`.
+        metadata: The text entries of its header. diffusers writes `lora_adapter_metadata`.
 
     Returns:
         The fields by name, such as "r", without the "transformer." that diffusers puts before each;
         None if the file has no such configuration.
 
     Raises:
-        InputError: If it is not a JSON object; if it is not of plain LoRA (another `peft_type`,
-            DoRA, an initialization that changes the base) or has no valid `lora_alpha` or patterns;
-            or if `adapter_config.json` is missing beside a file with PEFT's name.
+        InputError: If the configuration is not a JSON object, does not describe plain LoRA (another
+            `peft_type`, DoRA, an initialization that changes the base), or has a missing or invalid
+            `lora_alpha` or an invalid pattern; or if `adapter_config.json` is missing beside a file
+            with PEFT's name.
     """
     beside = file.with_name(PEFT_CONFIG)
     of_peft = any(key.startswith(PEFT) for key in keys)
@@ -152,11 +154,11 @@ def _check_config(file: Path, config: Mapping[str, Any]) -> None:
             the file.
 
     Raises:
-        InputError: For a `peft_type` other than "LORA" (which a missing one counts as), for DoRA,
-            for an `init_lora_weights` that changes the base (PiSSA, OLoRA, CorDA, LoftQ), for a
-            `lora_alpha` that is missing, for an alpha there or in `alpha_pattern` that is no number
-            or larger than 1e30 in magnitude, and for a `rank_pattern` or `alpha_pattern` that is no
-            mapping or has a key that is no regular expression.
+        InputError: If `peft_type` is not "LORA" (a missing one counts as "LORA") or `use_dora` is
+            set; if `init_lora_weights` changes the base (PiSSA, OLoRA, CorDA, LoftQ); if
+            `lora_alpha` is missing; if an alpha, also in `alpha_pattern`, is not a number or is
+            larger than 1e30 in magnitude; or if `rank_pattern` or `alpha_pattern` is not a mapping
+            or has a key that is not a regular expression. An empty or null pattern counts as none.
     """
     if config.get("peft_type", "LORA") != "LORA" or config.get("use_dora"):
         raise InputError(

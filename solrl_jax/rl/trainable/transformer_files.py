@@ -45,7 +45,8 @@ def check_directory(folder: Path, base: Path) -> None:
 
     Raises:
         InputError: If the name ends in .safetensors, the path is a file, the directory is that of
-            the base model's transformer, or it holds anything else, also a subdirectory.
+            the base model's transformer, or it holds an entry with a name that no export has.
+            Whether an entry is a file or a subdirectory is not checked.
     """
     if folder.resolve() == (base / "transformer").resolve():
         raise InputError(
@@ -78,8 +79,7 @@ def export_transformer(
     dtype: Any = jnp.float32,
     most: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes a policy as the directory of a transformer, for a policy with parameters trained in
-    full.
+    """Writes a policy that has parameters trained in full, as the directory of a transformer.
 
     The directory appears whole, by a rename. An earlier export in its place is replaced; it stays
     if an error is raised. The host holds the tensors of one file at a time; several files get an
@@ -92,7 +92,7 @@ def export_transformer(
         backbone: The base, and the directory whose `transformer/config.json` is copied.
         trained: The trainable parameters by path: whole arrays take the place of the base's, and
             adapters are written to `pytorch_lora_weights.safetensors` beside them.
-        settings: Rank and alpha of the adapters among them. They have no effect without adapters.
+        settings: Rank and alpha of the adapters. They have no effect without adapters.
         dtype: The dtype of all tensors, also of the adapters, e.g. `jnp.float32` (the default) or
             `jnp.bfloat16`.
         most: The largest number of bytes of tensors in one file, by default 10 GB (10^10). A single

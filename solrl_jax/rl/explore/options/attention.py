@@ -17,9 +17,9 @@ class Attention(ExplorationOption):
 
     GPUs from Hopper on run the attention in FP8, for heads with a multiple of 16 features, up to
     128; CPUs emulate it with the same rounding. On all other devices and for other heads, queries,
-    keys, values and results are rounded to FP8, and the attention itself runs in BF16. The
-    attention of SANA, Qwen-Image and Z-Image is linear or masked, so they are refused when the
-    model is opened.
+    keys, values and results are rounded to FP8, and the attention itself runs in BF16. SANA,
+    Qwen-Image and Z-Image have linear or masked attention. With this option, an error is raised
+    when such a model is opened.
     """
 
     def active(self, explore: Explore) -> bool:

@@ -250,7 +250,7 @@ class Correction(ExplorationOption):
             paths: The parameter paths of the quantized linear layers.
             quantizer: The quantizer of the format, whose function takes a matrix alone and
                 quantizes the rest of each weight. Its `extra_arrays`, if any, are dropped.
-            schedule: The schedule that is explored on, whose sigmas are measured.
+            schedule: The exploration schedule. The inputs are measured at its sigmas.
 
         Returns:
             The quantizer. For each path it has one extra array, the directions [..., in,
@@ -268,8 +268,8 @@ class Correction(ExplorationOption):
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """Returns what `quantizer` would return, with the shapes of the measured directions in
-        place of these.
+        """Returns the result of `quantizer`, with the shapes of the directions in place of measured
+        directions.
 
         Args:
             explore: The section `rollout.explore` of the configuration. `correction_rank` is the
@@ -298,10 +298,10 @@ def principal_inputs(
     """Measures the principal directions of the inputs of linear layers, those with the largest sum
     of squares (the largest eigenvectors of X^T X, not centered).
 
-    Encodes the calibration prompts, samples from the base, noises the samples to the sigma at which
-    each step of the schedule starts, and finds the directions of all layers' inputs X by three
-    passes of orthogonal iteration, for which the network is differentiated, without classifier-free
-    guidance. Every process of a run must call it.
+    Encodes the calibration prompts, samples from the base, and noises the samples to the sigma at
+    which each step of the schedule starts. Three passes of orthogonal iteration then find the
+    directions for the inputs X of all layers. Each pass differentiates the network, without
+    classifier-free guidance. Every process of a run must call it.
 
     Args:
         calibration: The base and the samples to measure on.
@@ -309,8 +309,8 @@ def principal_inputs(
             `transformer_blocks/attn2/to_k/kernel`.
         rank: The number of directions, at least 1. A layer with fewer inputs has as many directions
             as inputs.
-        schedule: The base is sampled on it, with its guidance and noise, and inputs at the start of
-            each step are measured.
+        schedule: The schedule to sample the base on, with its guidance and noise. The inputs at the
+            start of each of its steps are measured.
 
     Returns:
         By path, the directions as orthonormal columns [in, rank] (for a stack of layers [layers,
@@ -416,8 +416,8 @@ def input_moments(
 
     Args:
         backbone: The networks; static.
-        batch_size: How many samples go through the network at once, all of them on every device. It
-            divides the number of samples; static.
+        batch_size: The number of samples that go through the network at once, all of them on every
+            device; static. It must divide the number of samples.
         base: The parameters of the transformer.
         conditioning: The prompt embeddings, one row per prompt, without the negative prompt.
         bases: By path, the directions U of each linear layer [..., in, r], float32.

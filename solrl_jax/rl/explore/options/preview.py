@@ -61,7 +61,7 @@ class Preview(ExplorationOption):
             explore: The section `rollout.explore` of the configuration, which plays no part here.
             calibration: The base policy, its full schedule, and the samples that the steps are
                 fitted to.
-            schedule: The schedule that is replaced by one of as many steps.
+            schedule: The schedule to replace. Only its number of steps matters.
 
         Returns:
             The schedule, with the guidance of the full one and without noise (with this option, the
@@ -135,8 +135,8 @@ def fitted_table(
 
     Args:
         predict: (latents, their sigma) -> data predictions of the base, the clean latents x0. It is
-            called once per step of the full schedule, and then for each of the few sigmas after the
-            common beginning; up to there, the first predictions are used again.
+            called once per step of the full schedule, and once per step on `sigmas`, except for the
+            leading steps that start at the same sigmas on both, which reuse the predictions.
         noise: The latents that all samples start from, at the first sigma, [samples, ...].
         full: The sigmas of the full schedule, including the final 0.
         table: The coefficients of the solver on the full schedule, without noise.

@@ -34,8 +34,8 @@ def active_options(explore: Explore) -> tuple[ExplorationOption, ...]:
 def shaped_quantizer(
     explore: Explore, quantizer: Quantizer, weights: dict[str, jax.ShapeDtypeStruct]
 ) -> Quantizer:
-    """Returns the quantizer with the options of a configuration, with shapes in the place of the
-    arrays that options would measure.
+    """Returns the quantizer with the options of a configuration, with shapes in place of the arrays
+    that options would measure.
 
     Nothing is measured.
 
