@@ -58,9 +58,9 @@ def plan(
 
         * "seconds" and "rollout": the seconds of an iteration, and of its sample generation.
         * "peak", "usable" and "fits": the bytes that are needed, the bytes that arrays may take,
-          and whether the former are within the latter.
+            and whether the former are within the latter.
         * "phases": a list with a dict per phase: "name", "seconds", "peak" and "programs" (with
-          their memory, kernels and collectives).
+            their memory, kernels and collectives).
         * "overrides": the arguments `overrides`.
 
     Raises:
