@@ -431,7 +431,7 @@ def _train(this: _Run) -> None:
                 this.state, result = iterate(
                     this.experiment, this.state, this.done + 1, level, progress.phase
                 )
-            this.done += 1
+                this.done += 1  # beside `state`: Ctrl-C while the trace is written may save both
             row = result.metrics
             failures = failures + 1 if _learned_nothing(row) else 0
             if (
