@@ -197,8 +197,8 @@ def main() -> None:
     it was), ends `signals.block`, and makes standard streams accept any text.
 
     Raises:
-        SystemExit: With code 1, 2 or 130, if the command did not succeed. A function that ends the
-            process with any other code counts as a failure with code 1.
+        SystemExit: With code 1, 2 or 130, if the command did not succeed. A user's function that
+            raises SystemExit with a code other than 1 and 130, also 0, is a failure with code 1.
         BaseException: An unforeseen error as it is, if the environment variable SOLRL_TRACEBACK is
             set.
     """

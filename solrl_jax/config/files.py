@@ -27,7 +27,7 @@ def part_files(part: str) -> list[str]:
     `model/sana.yaml`.
 
     Args:
-        part: "model", "family", "explore", "objective" or "reward".
+        part: "model", "family", "explore", "objective" or "reward". Any other has no files.
     """
     return sorted(path.stem for path in (CONFIGS / part).glob("*.yaml"))
 

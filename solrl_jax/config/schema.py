@@ -568,7 +568,8 @@ class Algorithm(Section):
         last_steps: At least 1 and at most `rollout.num_steps`, for objectives on reward gradients
             (opsd, refl, draft, or yours): each sample is trained at the beginning of one of this
             many last steps of its trajectory, drawn at random. Must be 1 for draft
-            (`objective=draft` sets it). None: at the state that `query_sigma` selects.
+            (`objective=draft` sets it, `algorithm.objective=draft` does not). None: at the state
+            that `query_sigma` selects.
         target_radius: Above 0, for opsd: how far the targets lie from the clean latents that the
             old policy predicts, as a fraction of their norm.
         target_steps: At least 1, for opsd: the number of steps along the gradient of the reward in

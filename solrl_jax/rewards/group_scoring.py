@@ -98,7 +98,8 @@ class GroupScoring:
             rows: For each candidate of the group, a pair: its image [H, W, 3] or clip [T, H, W, 3]
                 in [0, 1] (or None), and its latent [h, w, c] or [t, h, w, c].
             prompts: For each candidate, the index of its prompt in the arrays that `prepare`
-                returned, int32 [candidates]. They are all equal.
+                returned, int32 [candidates]. They are all equal. A prompt with more candidates than
+                `group_size` has several groups.
 
         Raises:
             InputError: If the code of a reward in the weighted sum raises, or returns no scores of

@@ -385,9 +385,10 @@ def summarize(pools: Pools, setting: ExplorationSetting, kept: int) -> dict[str,
 def format_table(results: Sequence[dict[str, Any]], settings: Sequence[ExplorationSetting]) -> str:
     """Formats results for a terminal.
 
-    The table has a header, one line per setting, and a last line with the numbers of kept and of
-    all candidates and the true ranks of a perfect proxy. If there is a single setting, one line per
-    prompt precedes the line of the setting. The columns are the figures that `summarize` computes
+    The table has a header, one line per setting (means over the prompts), and a last line with the
+    numbers of kept and of all candidates per prompt and the two mean true ranks of a perfect proxy,
+    of the best and of the worst kept half. If there is a single setting, one line per prompt
+    precedes the line of the setting. The columns are the figures that `summarize` computes
     for each prompt (`COLUMNS`).
 
     Args:

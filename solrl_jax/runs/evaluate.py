@@ -349,7 +349,7 @@ class PoolImages:
     Attributes:
         prompts: The p prompts, one per row of each grid.
         candidates: The indices of the candidates within their prompt, from 0, int [p, m], in the
-            order of their rank by reward, the best first.
+            order of their rank by the exploration reward, the best first.
         phases: The images by the phase that made them: "explored", and "regenerated" if the run
             regenerates the kept candidates. Each grid has p rows of m images.
     """

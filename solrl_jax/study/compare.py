@@ -68,7 +68,10 @@ class Course:
 
     @property
     def reward(self) -> EvaluationSeries:
-        """The held-out reward at each evaluation, `scores["reward"]`."""
+        """The held-out reward at each evaluation, `scores["reward"]`.
+
+        It is a float array [e], NaN where the reward is unknown.
+        """
         return self.scores["reward"]
 
     def score(self, name: str) -> EvaluationSeries | None:

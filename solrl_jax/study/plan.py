@@ -85,8 +85,8 @@ class Plan(Section):
 
         Raises:
             ConfigError: If `compared` or `sweeps` name an arm that is not in `arms`, an arm is
-                compared with itself, seeds repeat, or there are more than `MAX_RUNS` (1000) runs.
-                The seeds of the quick study count too.
+                compared with itself, seeds repeat, or the study or its quick version has more than
+                `MAX_RUNS` (1000) runs, one per arm and seed.
         """
         named = {name for pair in self.compared for name in pair}
         named |= {name for arms in self.sweeps.values() for name in arms}

@@ -463,7 +463,7 @@ def _softcapped(
 
     Args:
         q: queries, [b, t, n, h].
-        k: keys, [b, s, kv, h].
+        k: keys, [b, s, kv, h]. kv divides n, and n / kv consecutive query heads share a key head.
         v: values, [b, s, kv, h].
         mask: Boolean matrix that broadcasts to [b, n, t, s], True where a query may attend to a
             key; None: all keys.

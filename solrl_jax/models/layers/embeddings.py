@@ -16,8 +16,9 @@ from solrl_jax.quant.matmul import matmul
 
 
 class PatchProjection(nnx.Module):
-    """Maps each square patch of an image to one token by a linear layer. In checkpoints it is a
-    convolution whose stride is its kernel size.
+    """Maps each square patch of an image to one token by a linear layer: [b, h, w, n_in] to
+    [b, h / patch, w / patch, n_out]. In checkpoints it is a convolution whose stride is its kernel
+    size.
 
     The initial weight has the Xavier uniform distribution, and the bias is zero.
 

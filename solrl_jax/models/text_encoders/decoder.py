@@ -178,12 +178,12 @@ class GroupedQueryAttention(nnx.Module):
 
 
 class GatedMLP(nnx.Module):
-    """A gated MLP without biases (arXiv 2002.05202): `down(activation(gate(x)) * up(x))` with three
-    linear layers.
+    """A gated MLP without biases (arXiv 2002.05202), of three linear layers:
+    `down_proj(activation(gate_proj(x)) * up_proj(x))`.
 
     Args:
         d: number of input and output features.
-        hidden: number of hidden features, which `gate` and `up` return.
+        hidden: number of hidden features, which `gate_proj` and `up_proj` return.
         activation: elementwise function that is applied to the gate.
         rngs: random number generators for the initial weights.
     """
@@ -197,7 +197,8 @@ class GatedMLP(nnx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "b l d"]) -> Float[Array, "b l d"]:
-        """Computes `down(activation(gate(x)) * up(x))` for each token; the input is not added.
+        """Computes `down_proj(activation(gate_proj(x)) * up_proj(x))` for each token. The input is
+        not added.
 
         Args:
             x: the tokens, with d features.
