@@ -189,7 +189,12 @@ def _collect_reports(count: int, port: int, end: float) -> str:
             raise InputError(
                 f"coordinator: port {port} cannot be opened ({error.strerror})"
             ) from error
-        while len(connected) < count - 1 and not problem:
+        while not problem:
+            if len(connected) == count - 1:
+                # A process may have ended meanwhile. The one that is started again must be heard.
+                connected = {i: c for i, c in connected.items() if not _has_ended(c)}
+                if len(connected) == count - 1:
+                    break
             server.settimeout(max(end - time.monotonic(), 0.01))
             try:
                 caller = stack.enter_context(server.accept()[0])
