@@ -281,7 +281,10 @@ def test_unsupported_value_of_a_tower_is_named(tower, field, value):
         CLIPConfig.from_dict(fields | {tower: fields[tower] | {field: value}})
 
 
-@pytest.mark.parametrize(("field", "value"), [("model_type", "siglip"), ("projection_dim", None)])
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("model_type", "siglip"), ("projection_dim", None), ("text_config", [1])],
+)
 def test_unsupported_value_is_named(field, value):
     with pytest.raises(ValueError, match=rf"CLIPModel: {field}=.*accepted"):
         CLIPConfig.from_dict({field: value})

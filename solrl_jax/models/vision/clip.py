@@ -26,7 +26,7 @@ from solrl_jax.models.layers.linear import Linear
 from solrl_jax.models.layers.norm import LayerNorm
 from solrl_jax.models.layers.parameter import param
 from solrl_jax.models.layers.stack import scan_blocks, stack
-from solrl_jax.models.loading.config_file import ReleasedConfig
+from solrl_jax.models.loading.config_file import ReleasedConfig, unsupported
 
 
 def quick_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
@@ -206,8 +206,8 @@ class CLIPConfig(ReleasedConfig):
         Raises:
             ValueError: If a field has a type or value that is not supported, a `model_type` is
                 present but not "clip" (in a tower, not "clip_text_model" or "clip_vision_model"),
-                or `quantization_config` is set. The message names the field.
-            AttributeError: If a tower's fields are not a mapping.
+                a tower's fields are not a mapping, or `quantization_config` is set. The message
+                names the field.
         """
         text = CLIPTextConfig.from_dict(_tower_fields(fields, "text_config"))
         vision = CLIPVisionConfig.from_dict(_tower_fields(fields, "vision_config"))
@@ -226,11 +226,16 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
     Returns:
         The fields, unchecked; {} if the file has none or null.
+
+    Raises:
+        ValueError: If they are not a mapping.
     """
-    oldest = fields.get(f"{name}_dict")
-    if oldest is not None:
-        return oldest
-    return fields.get(name) or {}
+    tower = fields.get(f"{name}_dict")
+    if tower is None:
+        tower = fields.get(name) or {}
+    if not isinstance(tower, Mapping):
+        raise unsupported(CLIPConfig.network, name, tower, "a mapping")
+    return dict(tower)
 
 
 class CLIPModel(nnx.Module):
