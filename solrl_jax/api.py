@@ -685,6 +685,7 @@ def _export_files(
             f"{argument}: {run} trains {len(whole)} parameter(s) in full, which a LoRA does not "
             "hold; leave it out"
         )
+    transformer_files.refuse_component(out, pipeline.folder)
     if whole:
         transformer_files.check_directory(out, pipeline.folder)
     else:
@@ -738,18 +739,21 @@ def export_lora(
         form: The program that is to load them, "diffusers" or "peft".
 
     Raises:
-        InputError: If `path` or `form` cannot be used, or if the adapters do not fit the network,
-            are not finite, change nothing (every product B A is 0), or are not all LoRA adapters.
+        InputError: If `path` or `form` cannot be used (nothing is written into a component of the
+            base model), or if the adapters do not fit the network, are not finite, change nothing
+            (every product B A is 0), or are not all LoRA adapters.
         RunError: If the disk refuses.
     """
     if form not in ("diffusers", "peft"):
         raise InputError(f"form={brief_repr(form)}: accepted: diffusers, peft")
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
     table = experiment.backbone.parameter_table()
+    out = local_path("path", path)
+    transformer_files.refuse_component(out, experiment.backbone.pipeline.folder)
     if form == "peft":
-        lora_files.export_peft(local_path("path", path), adapters, settings, table)
+        lora_files.export_peft(out, adapters, settings, table)
     else:
-        lora_files.export_diffusers(local_path("path", path), adapters, settings, table)
+        lora_files.export_diffusers(out, adapters, settings, table)
 
 
 def export_transformer(experiment: Experiment, trained: Trainable, folder: str | Path) -> None:

@@ -120,7 +120,7 @@ def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
             # `send` and `recv` have a done, but no instruction with "-start".
             if ran > before.get(step.operands[0], ran):
                 yield step.operands[0]
-        elif step.opcode not in NO_WORK_OPCODES | {"send", "recv"}:
+        elif step.opcode not in NO_WORK_OPCODES:
             ran += 1
 
 

@@ -10,11 +10,12 @@ processes, only the first writes one, of itself.
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator
+from typing import Any
 
 import jax
 from jax.profiler import stop_trace
 
-from solrl_jax.errors import InputError, RunError
+from solrl_jax.errors import InputError, first_line
 from solrl_jax.runs import checkpoint
 from solrl_jax.storage import files
 from solrl_jax.storage.stores import RunPath
@@ -62,27 +63,30 @@ def traced(
         iteration: The number of the iteration that the body runs.
         profile: The numbers of the iterations to trace. If `iteration` is not among them, the body
             runs without a trace.
-        report: Called with one line if the disk refuses the trace.
+        report: Called with one line if the trace cannot be written. After a failure of its last
+            part, JAX's profiler stays in use, and later iterations have no trace either.
     """
     if iteration not in profile or jax.process_index() > 0:
         yield
         return
     target = folder / "profile" / f"iteration-{iteration:06d}"
+
+    def attempt(step: Callable[[], Any]) -> None:
+        try:
+            step()
+        except Exception as error:  # JAX raises many kinds
+            report(f"no trace of iteration {iteration}: {first_line(error)}")
+
     trace = contextlib.ExitStack()
+    attempt(lambda: trace.enter_context(_trace_to(target)))
     try:
-        trace.enter_context(_trace_to(target))
-    except RunError as error:
-        report(f"no trace of iteration {iteration}: {error}")
-    with contextlib.ExitStack() as stack:
-        # If the body raises, the exception passes through `_trace_to`, which removes the trace.
-        stack.push(trace.__exit__)
         with jax.profiler.StepTraceAnnotation("iteration", step_num=iteration):
             yield
-        stack.pop_all()
-    try:
-        trace.close()
-    except RunError as error:
-        report(f"no trace of iteration {iteration}: {error}")
+    except BaseException as error:
+        problem = error  # Python deletes `error` at the end of this block
+        attempt(lambda: trace.__exit__(type(problem), problem, problem.__traceback__))
+        raise
+    attempt(trace.close)
 
 
 @contextlib.contextmanager
@@ -94,6 +98,7 @@ def _trace_to(target: RunPath) -> Iterator[None]:
 
     Raises:
         RunError: If the disk refuses.
+        RuntimeError: If JAX's profiler is in use, or cannot write for another reason.
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0  # a trace of every Python call would be large and slow

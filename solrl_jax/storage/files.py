@@ -67,11 +67,7 @@ def disk_reason(error: BaseException) -> str | None:
         or if there is none, the first line of the message.
     """
     if isinstance(error, OSError):
-        # Stores raise FileNotFoundError with nothing but the path.
-        missing = isinstance(error, FileNotFoundError) and error.errno is None
-        code = errno.ENOENT if missing else error.errno or 0
-        reason = os.strerror(code) if missing else error.strerror
-        return _REASONS.get(code) or reason or first_line(error)
+        return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
     message = str(error)
     if "RESOURCE_EXHAUSTED" in message:  # orbax does not always quote the system's message
         return _REASONS[errno.ENOSPC]
@@ -417,14 +413,14 @@ def check_owner(directory: StorePath) -> None:
         directory: The directory, which this process uses within `exclusive_lock`.
 
     Raises:
-        RunError: If another process has taken the directory over (a missing `.lock` tells that it
-            has also ended), or if the store refuses.
+        RunError: If another process has taken the directory over (a missing `.lock` counts as
+            that), or if the store refuses.
     """
     with disk_errors_as_run_errors(directory / ".lock"):
         try:
             owner = (directory / ".lock").read_bytes().decode(errors="replace")
         except FileNotFoundError:
-            owner = "one that has ended"
+            owner = "its .lock is gone"
     if owner != _process_name():
         raise RunError(f"another process has taken over the run directory {directory}: {owner}")
 

@@ -13,9 +13,11 @@ needs no temporary name, and a directory of several files counts once its last f
 
 import contextlib
 import dataclasses
+import errno
 import fnmatch
 import importlib
 import io
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -197,7 +199,7 @@ class StorePath:
         with self._requests():
             info = _client(self.scheme).info(str(self.key))
         if info["type"] == "directory":  # only objects below it
-            raise FileNotFoundError(str(self))
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
         return int(info["size"])
 
     def read_bytes(self) -> bytes:
@@ -342,16 +344,19 @@ class StorePath:
     def _requests(self) -> Iterator[None]:
         """Turns errors that a client raises in the body into a StoreError. A context manager.
 
-        FileNotFoundError and InputError (by which `_client` says that a package is missing) pass
-        unchanged, and so does a StoreError.
+        InputError (by which `_client` says that a package is missing) and StoreError pass
+        unchanged. FileNotFoundError passes with the system's text, which clients leave out.
 
         Raises:
             StoreError: If the body raised another Exception.
         """
         try:
             yield
-        except (FileNotFoundError, StoreError, InputError):
+        except (StoreError, InputError):
             raise
+        except FileNotFoundError as error:
+            code = errno.ENOENT
+            raise FileNotFoundError(code, os.strerror(code), str(self)) from error
         except Exception as error:  # each client has errors of several libraries
             reason = first_line(error)
             if isinstance(error, PermissionError):

@@ -200,14 +200,17 @@ def test_the_record_has_an_iteration_whose_ledger_could_not_be_written(tmp_path,
 
 @pytest.mark.exhaustive
 def test_a_trace_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path, monkeypatch):
-    def full(stop=jax.profiler.stop_trace) -> None:
-        stop()
+    def full() -> None:  # as in JAX, whose session then goes on
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(profiling, "stop_trace", full)
-    result = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1")
+    with monkeypatch.context() as patch:
+        patch.setattr(profiling, "stop_trace", full)
+        result = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1,2")
+    profiling.stop_trace()
+    shutil.rmtree(tmp_path / "profile" / ".partial-iteration-000001")
     assert (result.code, saved(tmp_path)) == (0, [2])
     assert "no trace of iteration 1: disk full while writing" in result.error
+    assert "no trace of iteration 2: " in result.error
     assert [row["iteration"] for row in metrics.read(tmp_path) if "seconds" in row] == [1, 2]
     assert not list((tmp_path / "profile").iterdir())
 

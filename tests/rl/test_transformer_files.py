@@ -22,6 +22,7 @@ from solrl_jax.rl.trainable.transformer_files import (
     check_directory,
     divide,
     export_transformer,
+    refuse_component,
 )
 
 SETTINGS = LoraSettings(4, 8.0)
@@ -119,12 +120,15 @@ def test_files_are_filled_in_order_and_a_large_tensor_has_its_own():
 def test_the_base_model_is_never_replaced(tmp_path):
     transformer = tmp_path / "base" / "transformer"
     transformer.mkdir(parents=True)
-    (transformer / "diffusion_pytorch_model.safetensors").touch()
+    (transformer / "config.json").touch()
     (tmp_path / "link").symlink_to(tmp_path / "base")
     for folder in (transformer, tmp_path / "link" / "transformer"):
-        with pytest.raises(InputError, match=r"holds the weights of the base model, which an "):
+        with pytest.raises(InputError, match=r"transformer: belongs to the base model; name an"):
             check_directory(folder, tmp_path / "base")
+        with pytest.raises(InputError, match=r"x\.safetensors: belongs to the base model; name an"):
+            refuse_component(folder / "x.safetensors", tmp_path / "link")
     check_directory(tmp_path / "other", tmp_path / "base")
+    refuse_component(tmp_path / "base" / "lora.safetensors", tmp_path / "base")
 
 
 def test_what_cannot_be_written_is_refused_in_one_line(backbone, trained, tmp_path):

@@ -41,18 +41,14 @@ def check_directory(folder: Path, base: Path) -> None:
         folder: The directory to be written. It need not exist. It may hold an earlier export:
             `config.json`, `pytorch_lora_weights.safetensors`, and files whose names begin with
             "diffusion_pytorch_model".
-        base: The directory of the base model, whose own transformer is never replaced.
+        base: The directory of the base model, whose components are never replaced.
 
     Raises:
-        InputError: If the name ends in .safetensors, the path is a file, the directory is that of
-            the base model's transformer, or it holds an entry with a name that no export has.
-            Whether an entry is a file or a subdirectory is not checked.
+        InputError: If the name ends in .safetensors, the path is a file, the directory is a
+            component of the base model or in one, or it holds an entry with another name. Whether
+            an entry is a file or a subdirectory is not checked.
     """
-    if folder.resolve() == (base / "transformer").resolve():
-        raise InputError(
-            f"{folder}: holds the weights of the base model, which an export would replace; name "
-            "another directory"
-        )
+    refuse_component(folder, base)
     if folder.suffix == SUFFIX or (folder.exists() and not folder.is_dir()):
         raise InputError(
             f"{folder}: a transformer with parameters trained in full is a directory; name one"
@@ -68,6 +64,23 @@ def check_directory(folder: Path, base: Path) -> None:
             f"{folder}: holds {', '.join(others)}, which an export would remove; name another "
             "directory"
         )
+
+
+def refuse_component(path: Path, base: Path) -> None:
+    """Checks that an export would write nothing into a component of the base model.
+
+    Args:
+        path: The file or directory to be written. It need not exist. Links are followed.
+        base: The directory of the base model. Its components are the directories in it that have a
+            `config.json`.
+
+    Raises:
+        InputError: If `path` is a component, or lies in one.
+    """
+    base = base.resolve()
+    parts = path.resolve().relative_to(base).parts if path.resolve().is_relative_to(base) else ()
+    if parts and (base / parts[0] / "config.json").is_file():
+        raise InputError(f"{path}: belongs to the base model; name another path for the export")
 
 
 def export_transformer(
