@@ -77,6 +77,12 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
         lambda e: unwrap(solrl.export_lora)(e, {}, "gs://b/x.safetensors"),
         "path=gs://b/x.safetensors: expected a path on this machine, not in a store",
     ),
+    "a LoRA in the base model": (
+        lambda e: unwrap(solrl.export_lora)(
+            e, {}, e.backbone.pipeline.folder / "transformer" / "x.safetensors"
+        ),
+        "x.safetensors: belongs to the base model",
+    ),
     "a transformer in a store": (
         lambda e: unwrap(solrl.export_transformer)(e, {}, Path("s3://b/x")),
         "folder=s3:/b/x: expected a path on this machine, not in a store",

@@ -64,7 +64,7 @@ def traced(
         profile: The numbers of the iterations to trace. If `iteration` is not among them, the body
             runs without a trace.
         report: Called with one line if the trace cannot be written. After a failure of its last
-            part, JAX's profiler stays in use, and later iterations have no trace either.
+            part, JAX's profiler may stay in use, so that later iterations have no trace either.
     """
     if iteration not in profile or jax.process_index() > 0:
         yield

@@ -413,14 +413,17 @@ def check_owner(directory: StorePath) -> None:
         directory: The directory, which this process uses within `exclusive_lock`.
 
     Raises:
-        RunError: If another process has taken the directory over (a missing `.lock` counts as
-            that), or if the store refuses.
+        RunError: If another process has taken the directory over, if `.lock` is missing, or if the
+            store refuses.
     """
     with disk_errors_as_run_errors(directory / ".lock"):
         try:
             owner = (directory / ".lock").read_bytes().decode(errors="replace")
         except FileNotFoundError:
-            owner = "its .lock is gone"
+            raise RunError(
+                f"{directory / '.lock'} is gone: another process has used the run directory and "
+                "ended, or somebody removed the file"
+            ) from None
     if owner != _process_name():
         raise RunError(f"another process has taken over the run directory {directory}: {owner}")
 

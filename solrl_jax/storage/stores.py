@@ -345,7 +345,8 @@ class StorePath:
         """Turns errors that a client raises in the body into a StoreError. A context manager.
 
         InputError (by which `_client` says that a package is missing) and StoreError pass
-        unchanged. FileNotFoundError passes with the system's text, which clients leave out.
+        unchanged. A FileNotFoundError without an error number, as clients raise it, gets that of
+        the system and the path.
 
         Raises:
             StoreError: If the body raised another Exception.
@@ -355,6 +356,8 @@ class StorePath:
         except (StoreError, InputError):
             raise
         except FileNotFoundError as error:
+            if error.errno is not None:  # e.g. of a file to upload
+                raise
             code = errno.ENOENT
             raise FileNotFoundError(code, os.strerror(code), str(self)) from error
         except Exception as error:  # each client has errors of several libraries

@@ -18,6 +18,7 @@ from solrl_jax.cli import main
 from solrl_jax.config.presets import released_models
 from solrl_jax.errors import RunError
 from solrl_jax.models.backbone import load_backbone
+from solrl_jax.models.locate import EMBEDDED_FOLDER
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.rl.trainable.lora_files import import_lora
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
@@ -28,6 +29,7 @@ from solrl_jax.storage.stores import StoreError, run_path
 from tests.small import SMALL
 
 TINY = "embedded:tiny-sana"
+BASE = EMBEDDED_FOLDER / "tiny-sana"
 GENERATE = ("--prompts", "embedded:shapes-test", "--num-steps", "1", "--out", "{dir}/out")
 
 
@@ -659,6 +661,10 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
             "which an export would remove; name another directory",
         ),
         (("export", "{run}", "--out", "{file}/x.safetensors"), "--out {file} is a file"),
+        (
+            ("export", "{run}", "--out", f"{BASE}/vae/x.safetensors"),
+            f"{BASE}/vae/x.safetensors: be",
+        ),
         (
             ("export", "{run}", "--out", "{dir}/x", "--format", "peft", "--fold-alpha"),
             "--fold-alpha: PEFT always reads alpha",

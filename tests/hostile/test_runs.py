@@ -205,8 +205,11 @@ def test_a_trace_that_cannot_be_written_is_reported_and_the_run_goes_on(tmp_path
 
     with monkeypatch.context() as patch:
         patch.setattr(profiling, "stop_trace", full)
-        result = train(tmp_path, "train.iterations=2", "run.checkpoint_every=9", "--profile", "1,2")
-    profiling.stop_trace()
+        try:
+            options = ("run.checkpoint_every=9", "--profile", "1,2")
+            result = train(tmp_path, "train.iterations=2", *options)
+        finally:
+            jax.profiler.stop_trace()
     shutil.rmtree(tmp_path / "profile" / ".partial-iteration-000001")
     assert (result.code, saved(tmp_path)) == (0, [2])
     assert "no trace of iteration 1: disk full while writing" in result.error

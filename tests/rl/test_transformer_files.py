@@ -120,15 +120,24 @@ def test_files_are_filled_in_order_and_a_large_tensor_has_its_own():
 def test_the_base_model_is_never_replaced(tmp_path):
     transformer = tmp_path / "base" / "transformer"
     transformer.mkdir(parents=True)
-    (transformer / "config.json").touch()
+    (tmp_path / "base" / "model_index.json").write_text(
+        '{"_class_name": "SanaPipeline", "transformer": ["diffusers", "X"], "vae": ["x", "Y"]}'
+    )
     (tmp_path / "link").symlink_to(tmp_path / "base")
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "base" / "vae").symlink_to(tmp_path / "shared")
+    (transformer / "x.safetensors").symlink_to(tmp_path / "blob")  # as in a cache of the Hub
     for folder in (transformer, tmp_path / "link" / "transformer"):
         with pytest.raises(InputError, match=r"transformer: belongs to the base model; name an"):
             check_directory(folder, tmp_path / "base")
         with pytest.raises(InputError, match=r"x\.safetensors: belongs to the base model; name an"):
             refuse_component(folder / "x.safetensors", tmp_path / "link")
     check_directory(tmp_path / "other", tmp_path / "base")
-    refuse_component(tmp_path / "base" / "lora.safetensors", tmp_path / "base")
+    for folder in (tmp_path / "base" / "vae", tmp_path / "shared"):
+        with pytest.raises(InputError, match=r"belongs to the base model"):
+            check_directory(folder, tmp_path / "base")
+    for path in ("lora.safetensors", "transformer-2", "export/transformer"):
+        refuse_component(tmp_path / "base" / path, tmp_path / "base")
 
 
 def test_what_cannot_be_written_is_refused_in_one_line(backbone, trained, tmp_path):

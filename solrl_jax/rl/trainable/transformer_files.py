@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from solrl_jax.errors import InputError
 from solrl_jax.models.backbone import Backbone
+from solrl_jax.models.loading.tensor_files import read_json
 from solrl_jax.models.loading.weights import to_torch_order
 from solrl_jax.rl.trainable.lora_files import DIFFUSERS_FILE, export_diffusers
 from solrl_jax.rl.trainable.lora_settings import LoraSettings
@@ -41,7 +42,8 @@ def check_directory(folder: Path, base: Path) -> None:
         folder: The directory to be written. It need not exist. It may hold an earlier export:
             `config.json`, `pytorch_lora_weights.safetensors`, and files whose names begin with
             "diffusion_pytorch_model".
-        base: The directory of the base model, whose components are never replaced.
+        base: The directory of the base model, whose components are never replaced
+            (`refuse_component`).
 
     Raises:
         InputError: If the name ends in .safetensors, the path is a file, the directory is a
@@ -70,17 +72,24 @@ def refuse_component(path: Path, base: Path) -> None:
     """Checks that an export would write nothing into a component of the base model.
 
     Args:
-        path: The file or directory to be written. It need not exist. Links are followed.
-        base: The directory of the base model. Its components are the directories in it that have a
-            `config.json`.
+        path: The file or directory to be written. It need not exist. It is refused as it is named,
+            and also where links lead to.
+        base: The directory of the base model, whose `model_index.json` lists the components.
 
     Raises:
-        InputError: If `path` is a component, or lies in one.
+        InputError: If `path` is the directory of a component, or lies in one.
+        ValueError: If `model_index.json` cannot be read.
     """
-    base = base.resolve()
-    parts = path.resolve().relative_to(base).parts if path.resolve().is_relative_to(base) else ()
-    if parts and (base / parts[0] / "config.json").is_file():
-        raise InputError(f"{path}: belongs to the base model; name another path for the export")
+    # The file itself may be a link to a place outside, as in the cache of the Hugging Face Hub.
+    paths = (path.absolute(), path.parent.resolve() / path.name, path.resolve())
+    index = read_json(base / "model_index.json")
+    for name in (name for name, entry in index.items() if isinstance(entry, list)):
+        component = base / name
+        for folder in (component.absolute(), component.resolve()):
+            if any(path.is_relative_to(folder) for path in paths):
+                raise InputError(
+                    f"{path}: belongs to the base model; name another path for the export"
+                )
 
 
 def export_transformer(
