@@ -687,7 +687,7 @@ def _export_files(
         )
     transformer_files.refuse_component(out, pipeline.folder)
     if whole:
-        transformer_files.check_directory(out, pipeline.folder)
+        transformer_files.check_directory(out)
     else:
         lora_files.check_target(out, form)
     if whole or form == "peft":

@@ -9,6 +9,7 @@ processes, only the first writes one, of itself.
 """
 
 import contextlib
+import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -82,9 +83,8 @@ def traced(
     try:
         with jax.profiler.StepTraceAnnotation("iteration", step_num=iteration):
             yield
-    except BaseException as error:
-        problem = error  # Python deletes `error` at the end of this block
-        attempt(lambda: trace.__exit__(type(problem), problem, problem.__traceback__))
+    except BaseException:
+        attempt(lambda: trace.__exit__(*sys.exc_info()))
         raise
     attempt(trace.close)
 

@@ -358,8 +358,8 @@ class StorePath:
         except FileNotFoundError as error:
             if error.errno is not None:  # e.g. of a file to upload
                 raise
-            code = errno.ENOENT
-            raise FileNotFoundError(code, os.strerror(code), str(self)) from error
+            reason = os.strerror(errno.ENOENT)
+            raise FileNotFoundError(errno.ENOENT, reason, str(self)) from error
         except Exception as error:  # each client has errors of several libraries
             reason = first_line(error)
             if isinstance(error, PermissionError):

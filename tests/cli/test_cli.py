@@ -663,7 +663,7 @@ def test_eval_of_a_model_directory_with_a_lora(trained, exported, call):
         (("export", "{run}", "--out", "{file}/x.safetensors"), "--out {file} is a file"),
         (
             ("export", "{run}", "--out", f"{BASE}/vae/x.safetensors"),
-            f"{BASE}/vae/x.safetensors: be",
+            "x.safetensors: belongs to the base model",
         ),
         (
             ("export", "{run}", "--out", "{dir}/x", "--format", "peft", "--fold-alpha"),

@@ -34,7 +34,7 @@ MAX_FILE_BYTES = (
 )  # largest bytes of tensors in one file, as in `save_pretrained` of diffusers
 
 
-def check_directory(folder: Path, base: Path) -> None:
+def check_directory(folder: Path) -> None:
     """Checks that `export_transformer` would replace nothing but an earlier export. Whether the
     disk takes the files is not checked.
 
@@ -42,15 +42,11 @@ def check_directory(folder: Path, base: Path) -> None:
         folder: The directory to be written. It need not exist. It may hold an earlier export:
             `config.json`, `pytorch_lora_weights.safetensors`, and files whose names begin with
             "diffusion_pytorch_model".
-        base: The directory of the base model, whose components are never replaced
-            (`refuse_component`).
 
     Raises:
-        InputError: If the name ends in .safetensors, the path is a file, the directory is a
-            component of the base model or in one, or it holds an entry with another name. Whether
-            an entry is a file or a subdirectory is not checked.
+        InputError: If the name ends in .safetensors, the path is a file, or the directory holds an
+            entry with another name. Whether an entry is a file or a subdirectory is not checked.
     """
-    refuse_component(folder, base)
     if folder.suffix == SUFFIX or (folder.exists() and not folder.is_dir()):
         raise InputError(
             f"{folder}: a transformer with parameters trained in full is a directory; name one"
@@ -121,16 +117,17 @@ def export_transformer(
             larger tensor has a file of its own.
 
     Raises:
-        InputError: If the name ends in .safetensors, the path is a file, or the directory is the
-            base model's or holds files other than an earlier export; if a value is not finite in
-            `dtype`; or if there are adapters that do not fit the network or that change nothing
-            (every product B A is zero).
+        InputError: If the name ends in .safetensors, the path is a file, the directory belongs to
+            the base model (`refuse_component`) or holds files other than an earlier export; if a
+            value is not finite in `dtype`; or if there are adapters that do not fit the network or
+            that change nothing (every product B A is zero).
         RunError: If the disk refuses, `transformer/config.json` of the base cannot be copied, or
             the file of the adapters does not read back as it was written.
     """
     folder = folder.absolute()
     table = backbone.parameter_table()
-    check_directory(folder, backbone.pipeline.folder)
+    refuse_component(folder, backbone.pipeline.folder)
+    check_directory(folder)
     adapters, arrays = split_adapters(trained)
     params = flatten(backbone.transformer) | arrays
     where = {name: (e, i) for e in table for i, name in enumerate(e.names)}
