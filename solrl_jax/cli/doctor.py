@@ -80,8 +80,9 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     solrl doctor flux1_sol_rl_hpsv2 mesh.fsdp=8 reward.paths.hpsv2=weights/hpsv2.safetensors
 
     \f
-    Reward functions from outside the package are imported, unless something is missing that is
-    checked before rewards (`find_missing`). The kernels run on the first device only.
+    Reward functions from outside the package are imported, unless an earlier check finds something
+    that is missing or has to be downloaded (`find_missing`). The kernels run on the first device
+    only.
 
     Args:
         preset: The name of a preset; None: only the machine is described.
@@ -283,7 +284,7 @@ def _probe_judge(name: str, config: Config) -> str:
 
     If the endpoint refuses the request, it is sent again without one of its parts: in turn the
     seed, the log-probabilities, the JSON schema and the images, and finally without all of these.
-    The first answer ends this, so the error can say what the endpoint would accept.
+    The test stops at the first answer, so the error can say which request the endpoint accepts.
 
     Args:
         name: The name of the judge as a reward: "judge" or "judge-NAME".

@@ -198,7 +198,7 @@ def main() -> None:
 
     Raises:
         SystemExit: With code 1, 2 or 130, if the command did not succeed. A user's function that
-            raises SystemExit with a code other than 1 and 130, also 0, is a failure with code 1.
+            raises SystemExit with a code other than 1 and 130, even 0, is a failure with code 1.
         BaseException: An unforeseen error as it is, if the environment variable SOLRL_TRACEBACK is
             set.
     """

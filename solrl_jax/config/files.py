@@ -27,7 +27,8 @@ def part_files(part: str) -> list[str]:
     `model/sana.yaml`.
 
     Args:
-        part: "model", "family", "explore", "objective" or "reward". Any other has no files.
+        part: "model", "family", "explore", "objective" or "reward". A part without a folder gives
+            an empty list.
     """
     return sorted(path.stem for path in (CONFIGS / part).glob("*.yaml"))
 

@@ -83,7 +83,7 @@ def current_value(key: str, value: Any) -> Any:
         value: The value. For a section it is a dict, whose keys and values are all translated.
 
     Returns:
-        The value with the present names in it; for a section, a new dict. For example, the value
+        The value with the current names in it; for a section, a new dict. For example, the value
         "products" of "model.remat" becomes "matmuls". No field moves to another section, and
         unknown names stay. Values that did not change are returned as they are, also that of
         `version`.

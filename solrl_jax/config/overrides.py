@@ -192,8 +192,8 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
             `reward.paths` or `reward.options`, e.g. "reward.weights.shapes". Names of such entries
             may contain dots. Below `reward.options`, however, the last dot separates the reward
             from its option unless the value is a dict. The key may also name a section, whose other
-            fields stay. A name that is no field is added, and `build_config` refuses it. If an
-            earlier override put a value that is no dict in place of the section, nothing happens,
+            fields stay. An unknown name is added, and `build_config` refuses it. If an earlier
+            override put a value that is not a dict in place of the section, nothing happens,
             because `build_config` refuses that value.
         value: The new value, which is copied and not checked; for a section a dict of fields
             (anything else replaces the section).

@@ -246,8 +246,8 @@ def _apply_quantization_rules(tree: dict[str, Any], model: str, option_set: str)
     in place.
 
     The section of a preset depends on its model and its exploration options
-    (`_quantization_rules`). If the model has the present section with none of the sets, the user
-    has changed it, and it stays.
+    (`_quantization_rules`). A section that no option set gives this model was changed by the user,
+    and is kept.
 
     Args:
         tree: The configuration as nested dicts. It is changed.

@@ -135,7 +135,7 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     patterns decide; splits without a matching file are left out. Otherwise only the files with the
     most frequent ending count, and their names decide. If several endings are equally frequent, the
     first in `DATA_ENDINGS` wins; ".json" and ".jsonl" are different endings.
-    "NAME-00000-of-00002.parquet" belongs to the split NAME (letters, digits, "_" and "." alone),
+    "NAME-00000-of-00002.parquet" belongs to the split NAME (letters, digits, "_" and "." only),
     and another file to the split that its path mentions, e.g. "val" for "validation". If no file
     mentions a split, all belong to "train"; if only some do, the others are left out.
 

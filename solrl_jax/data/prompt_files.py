@@ -107,7 +107,7 @@ def read_text_file(file: Path, where: str, expected: str) -> str:
         expected: A description of the file that is expected, for the message if there is none.
 
     Returns:
-        Its content without a byte-order mark and with line feeds as line ends.
+        The content of the file, without a byte-order mark and with line feeds as line ends.
 
     Raises:
         InputError: If the file does not exist, is a directory or a pipe, is larger, cannot be

@@ -124,8 +124,8 @@ def candidate_seeds(
 def prompt_seeds(
     run_seed: int, name: str, prompts: Sequence[str], candidates: int, iteration: int = 0
 ) -> UInt32[np.ndarray, "p n 2"]:
-    """Returns the seeds of the first candidates of each prompt, as a host array that
-    JAX computed on the default device.
+    """Returns the seeds of the first candidates of each prompt, as a host array that JAX computed
+    on the default device.
 
     Args:
         run_seed: The root of the seeds, e.g. `seed` or `eval.seed` of the configuration, from 0 to

@@ -117,11 +117,11 @@ def pipeline_files(files: Sequence[str]) -> list[str]:
     """Selects the files of a hub repository that a pipeline needs: configurations, tokenizers and
     weights.
 
-    Only top-level folders with a file `*config.json` count, without their subfolders. In them, JSON
-    files and safetensors files with their indices are selected; in those whose names begin with
-    "tokenizer", all files. Other forms of the same weights are left out: pickles with their
-    indices, single files at the top level, and variants such as `model.fp16.safetensors` if the
-    folder also has weights that are not variants.
+    Only top-level folders with a file `*config.json` count, without their subfolders. If the name
+    of such a folder begins with "tokenizer", all of its files are selected, otherwise its JSON
+    files and its safetensors files with their indices. Other forms of the same weights are left
+    out: pickles with their indices, single files at the top level, and variants such as
+    `model.fp16.safetensors` if the folder also has weights that are not variants.
 
     Args:
         files: paths of all files, relative to the repository, with "/" between the parts.

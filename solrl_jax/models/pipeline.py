@@ -42,10 +42,10 @@ class Pipeline(abc.ABC):
             without a mask.
         accepts_instruction: whether `tokenize` accepts an instruction: a text for the language
             model before each prompt.
-        pipeline_sigmas: where the noise levels come from that the released Euler scheduler shifts.
-            True: diffusers' pipeline of this model passes `linspace(1, 1/n, n)` for n steps. False:
-            the scheduler makes them itself (`diffusion.sigmas.sd3`). Only generation from a model
-            directory uses that scheduler; runs use `rollout.schedule` instead.
+        pipeline_sigmas: whether diffusers' pipeline of this model passes the noise levels
+            `linspace(1, 1/n, n)` for n steps to its Euler scheduler, which then shifts them. False:
+            the scheduler computes its own noise levels (`diffusion.sigmas.sd3`). Only generation
+            from a model directory uses that scheduler; runs use `rollout.schedule` instead.
         folder: the directory that the pipeline was opened from.
         gradient_checkpointing: what the backward pass of the transformer recomputes instead of
             storing: "none" (nothing), "matmuls" (everything except matmuls and attention kernels)

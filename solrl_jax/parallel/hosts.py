@@ -191,7 +191,7 @@ def _collect_reports(count: int, port: int, end: float) -> str:
             ) from error
         while not problem:
             if len(connected) == count - 1:
-                # A process may have ended meanwhile. The one that is started again must be heard.
+                # A process may have ended meanwhile. The process that replaces it must connect.
                 connected = {i: c for i, c in connected.items() if not _has_ended(c)}
                 if len(connected) == count - 1:
                     break
@@ -220,7 +220,7 @@ def _collect_reports(count: int, port: int, end: float) -> str:
 
 
 def _has_ended(connection: socket.socket) -> bool:
-    """Returns whether the other side of a connection has closed or reset it. Does not wait.
+    """Returns whether the other side of a connection has closed or reset it, without waiting.
 
     Args:
         connection: The connection. All data that the other side sent must have been read; unread

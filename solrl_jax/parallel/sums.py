@@ -1,4 +1,4 @@
-"""Compensated sums: their value almost never depends on the order of terms or number of devices.
+"""Compensated sums, which almost never depend on the order of the terms or number of devices.
 
 The rounding error of an addition is itself a float (Knuth, The Art of Computer Programming, volume
 2, section 4.2.2, theorem B). The errors are added up beside the sum (Neumaier 1974,

@@ -85,9 +85,9 @@ def abstract_experiment(
 ) -> Experiment:
     """Builds the `Experiment` of a run with a ShapeDtypeStruct in place of every array.
 
-    An `Experiment` holds the networks, the reward and the prompts of a run. The functions of this
-    one can be traced and compiled, but it cannot sample or train. It needs no weights and no
-    vocabularies: a tokenizer without a vocabulary returns zeros of the right shape. Also imports an
+    An `Experiment` holds the networks, the reward and the prompts of a run. The functions of the
+    result can be traced and compiled, but it cannot sample or train. No weights and no vocabularies
+    are needed: a tokenizer without a vocabulary returns zeros of the right shape. Also imports an
     objective and rewards from outside the package, and reads `model.instruction` and the prompt
     sets, for which it may download data sets of the hub. If the sets cannot be read, empty texts
     replace the prompts (`some_prompts`).

@@ -135,10 +135,11 @@ class Module:
         """Yields each instruction that runs, in order, with its number of runs.
 
         Loops, conditionals and calls (also asynchronous ones) are replaced by the instructions in
-        them. Those of a loop's body, but not of its condition, are yielded once, with the number of
-        iterations (in nested loops, the product). They are left out if this number is 0, and a loop
-        whose number of iterations is unknown counts as one iteration. For a conditional, the branch
-        that writes most bytes is used. A fusion is yielded as one instruction.
+        them. The instructions of a loop's body, but not of its condition, are yielded once, with
+        the number of iterations (in nested loops, the product). They are left out if this number is
+        0, and a loop whose number of iterations is unknown counts as one iteration. For a
+        conditional, the branch that writes most bytes is used. A fusion is yielded as one
+        instruction.
 
         Args:
             computation: The name of the computation to start with. None: the whole program.

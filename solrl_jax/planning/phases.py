@@ -187,7 +187,7 @@ class Phases:
 
         Returns:
             One program for most phases. "score" has up to two (decoding, scoring) or none (see
-            `_score`). "evaluate" has one of sampling, followed by those of "score".
+            `_score`). "evaluate" has one that samples, followed by the programs of "score".
         """
         experiment = self.experiment
         rollout = self.experiment.config.rollout

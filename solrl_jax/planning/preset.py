@@ -32,8 +32,8 @@ def plan(
 
     The programs are compiled for these devices, which needs their compiler (`pip install
     'solrl_jax[plan-cuda]'` or `[plan-tpu]`), but no weights. Also imports objectives and rewards
-    from outside the package, and reads the prompt sets. Those of the hub are downloaded unless they
-    are in the hub's cache.
+    from outside the package, and reads the prompt sets. Data sets of the hub are downloaded unless
+    they are in the hub's cache.
 
     Call it before anything imports JAX (not checked), in a process that does not train. It sets
     environment variables that make JAX run on the CPU.

@@ -1,4 +1,4 @@
-"""Compiles programs for devices that are not present, by XLA's own compilers.
+"""Compiles programs for devices that are not present, with XLA's own compilers.
 
 The GPU compiler is in JAX's CUDA plug-in, the TPU compiler in libtpu. Neither needs a device or a
 driver. The functions of training are lowered unchanged, with shardings over the devices of a

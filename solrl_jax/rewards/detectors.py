@@ -1,6 +1,4 @@
-"""Object detectors for the `geneval` reward: the verifier of the embedded world, or a function of a
-user.
-"""
+"""Object detectors for the `geneval` reward: the embedded world's verifier or a user's function."""
 
 import dataclasses
 import functools

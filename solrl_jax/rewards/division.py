@@ -221,9 +221,9 @@ class SampleScoring:
         """Waits for the scores of all hosts. Every host must call it, once.
 
         Returns:
-            A tuple of three dicts, as those of `DividedScoring.finish`, with one score per sample.
-            The score is NaN if one of the sample's frames has no score. For rewards that get frames
-            of clips, the second dict counts frames, not samples.
+            A tuple of three dicts, like those of `DividedScoring.finish`, with one score per
+            sample. The score is NaN if one of the sample's frames has no score. For rewards that
+            get frames of clips, the second dict counts frames, not samples.
 
         Raises:
             RewardError: As `DividedScoring.finish` does.

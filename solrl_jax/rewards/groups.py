@@ -61,7 +61,7 @@ def ordered_pairs(count: int) -> Int[np.ndarray, "pairs 2"]:
 
 
 def win_rates(preferences: Float[np.ndarray, "n n"]) -> Float[np.ndarray, " n"]:
-    """Returns the win rate of each image: how often it is preferred to the others of its group.
+    """Returns the win rate of each image: its mean preference over the other images of its group.
 
         w[i, j] = (p[i, j] + 1 - p[j, i]) / 2
         score[i] = mean of w[i, j] over j != i

@@ -729,11 +729,12 @@ def _compare_pairs(
         values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
-        ScoringFailure: In two cases. First, if the function raised one. The comparison goes on
-            after a ScoringFailure with some preferences, and ends at one without any. The raised
-            error has the message of the first one. Its scores are {"reward": the win rates} if the
-            known preferences give any image a win rate, else None. Second, if the function returned
-            no numbers, or one outside of [0, 1]. This error has no scores.
+        ScoringFailure: If the function raised one, or returned values that `to_scores` refuses or
+            that are outside of [0, 1]. The comparison goes on after a ScoringFailure of the
+            function with some preferences, and ends at one without any. The raised error then has
+            the message of the first one, and its scores are {"reward": the win rates} if the known
+            preferences give any image a win rate, else None. The error for refused values has no
+            scores.
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))

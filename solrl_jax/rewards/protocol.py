@@ -38,7 +38,7 @@ GROUP_SIZE = 24
 Scores = dict[str, Float[Array, " b"]]
 # Images outside JAX: float32 [n, H, W, 3] in [0, 1]. `check_arguments` checks the shape.
 Images = Float[np.ndarray, "..."]
-# The further fields of a prompt in a prompt set, beside its text.
+# The further fields of a prompt in a prompt set, besides its text.
 Metadata = Mapping[str, Any]
 Inputs = Literal["images", "latents", "both"]
 # Raises ValueError with a message of one line for a prompt that the reward cannot score.
@@ -79,7 +79,7 @@ class HostReward:
         name: The name of the reward in the configuration, e.g. "ocr", "module:function" or a URL.
         target: The function, as "module:function".
         options: The keyword arguments of the function, by name. They are pickled.
-        others: The names of the scores that it must return beside "reward", which are recorded as
+        others: The names of the scores that it must return besides "reward", which are recorded as
             "NAME/OTHER"; a call without one of them fails. Further ones that it returns are
             recorded likewise. None: they are not known before the first call. If `pairwise`, only
             () or None, because nothing but "reward" is read.
@@ -190,7 +190,7 @@ class Reward:
             divided over the mesh, so the score of an image must not depend on the other images,
             unless `groupwise` is set. None only for a weighted sum that has no rewards of its own
             inside JAX.
-        others: Names of the scores beside "reward", which can also be recorded or trained on.
+        others: Names of the scores besides "reward", which can also be recorded or trained on.
         host: Only for weighted sums: the rewards outside JAX that belong to the sum, or None.
         check: Is called with every prompt of a run (`Prompt`), and raises ValueError if the reward
             cannot score it. By default every prompt is accepted.

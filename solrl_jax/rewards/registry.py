@@ -69,7 +69,7 @@ class JaxEntry:
             `sources.PACKAGED_CONFIGS` (the configurations in the package). It checks the files and
             downloads missing ones from the hub, but reads no weights. It raises ValueError (or its
             subclass InputError) if a file is missing or does not fit its network.
-        others: The names of the scores that the reward returns beside "reward".
+        others: The names of the scores that the reward returns besides "reward".
         differentiable: Whether the gradient of the score with respect to the image may be trained
             on. It replaces the field of `Reward`, which is known only after the reward is opened.
     """
@@ -116,7 +116,7 @@ class Rewards(NamedTuple):
     Attributes:
         trained: The sum of the scores in `reward.weights`, which is trained on.
         evaluated: The same sum for evaluations, which also records the scores in
-            `reward.eval_only` without a weight. If that setting is empty, the object `trained`.
+            `reward.eval_only` without a weight. If that setting is empty, `evaluated` is `trained`.
         explored: The sum of the scores in `rollout.explore.reward`, which ranks candidates; None if
             it is not set.
     """
@@ -666,7 +666,7 @@ def _check_gradients(
 
     Args:
         names: The names of the rewards that are trained on.
-        opened: The rewards that are already open, by name. Those of the package that are scored
+        opened: The rewards that are already open, by name. Rewards of the package that are scored
             inside JAX are missing; their entries in `REWARDS` are used instead.
         objective: The name of the objective that needs the gradients, for the message.
 

@@ -99,8 +99,8 @@ def tokenize_as_open_clip(
 def split_at_special(text: str) -> list[str]:
     """Splits a text at the special tokens of OpenCLIP, <start_of_text> and <end_of_text>.
 
-    A special token directly after a character that is no letter, number or white space, such as a
-    punctuation mark, stays ordinary text, because OpenCLIP reads its "<" as a part of the
+    A special token directly after a character that is not a letter, number or white space, such as
+    a punctuation mark, stays ordinary text, because OpenCLIP reads its "<" as a part of the
     punctuation. The ">" of a special token that was split off does not count.
 
     Args:

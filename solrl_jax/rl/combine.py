@@ -134,7 +134,8 @@ def combined_advantages(
     where std is the root mean square of all finite values; if it is 0, so is the result.
 
     Args:
-        combine: `reward.combine`, "sum" or "advantages". It says what the values are.
+        combine: `reward.combine`, "sum" or "advantages". It decides whether `values` are rewards
+            or sums of standardized scores.
         values: The values of the kept samples, [prompts, kept]: the `ranking_values` of the scores
             of these samples, without those of other candidates.
         clip: The largest absolute advantage, above 0.

@@ -54,11 +54,11 @@ class Experiment:
         backbone: The pipeline with the base parameters and the decoder on the mesh. Text encoders
             are loaded when prompts are first encoded.
         reward: The training reward, the weighted sum of the scores in `reward.weights`.
-        evaluation_reward: `reward`, and beside it the scores of `reward.eval_only`, which are
+        evaluation_reward: `reward` with the additional scores of `reward.eval_only`, which are
             reported but not part of the sum.
         trained_paths: The paths of the trained parameters, such as
             `transformer_blocks/attn2/to_k/kernel` (one parameter holds all layers of a stack).
-            Those in `adapted` have LoRA adapters, those in `whole` are trained in full.
+            Parameters in `adapted` have LoRA adapters, and those in `whole` are trained in full.
         quantized: The paths of the kernels of the linear layers that exploration may quantize,
             sorted, such as `transformer_blocks/attn2/to_k/kernel`.
         device: The platform, the kind and the CUDA compute capability of the devices of the mesh,
@@ -595,7 +595,7 @@ def _check_guidance(config: Config, pipeline: Pipeline) -> None:
     Args:
         config: The configuration of the run. An objective `module:function` is imported, which must
             succeed.
-        pipeline: The pipeline of the model, which decides what the classifier-free scale is:
+        pipeline: The pipeline of the model. It decides which setting is the classifier-free scale:
             `rollout.true_cfg_scale` if its network takes the guidance scale as an input (FLUX.1),
             else `rollout.guidance_scale`.
 
@@ -624,13 +624,13 @@ def select_parameters(
             quantizes, the rules must leave at least one layer to quantize.
         pipeline: The pipeline of the model. Only its shapes and names are used; no weight needs to
             be loaded.
-        device: The kind of device, which decides what the exploration format "auto" means.
+        device: The kind of device, which decides the exploration format that "auto" stands for.
 
     Returns:
         A pair: the paths of the trained parameters (those with LoRA adapters, and those trained in
-        full), and the sorted paths of the linear layers that no rule of `model.quantization`
-        keeps in the training precision, such as `transformer_blocks/attn2/to_k/kernel`. The latter
-        are returned even if the format quantizes nothing.
+        full), and the sorted paths of the linear layers that no rule of `model.quantization` keeps
+        in the training precision, such as `transformer_blocks/attn2/to_k/kernel`. The latter are
+        returned even if the format quantizes nothing.
 
     Raises:
         InputError: If `rollout.true_cfg_scale` is not 1 for a pipeline without embedded guidance;

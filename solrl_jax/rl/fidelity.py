@@ -46,7 +46,7 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
     Raises:
         ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
     """
-    from scipy import stats  # importing it takes half a second, which most commands do not need
+    from scipy import stats  # the import takes half a second, and most commands do not need it
 
     pairs = []
     for x, y in zip(proxy, true, strict=True):

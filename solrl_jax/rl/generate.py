@@ -1,5 +1,4 @@
-"""From seeds to samples to rewards: the one function behind exploration, regeneration and
-evaluation.
+"""Generates samples from their seeds and scores them, for exploration, regeneration and evaluation.
 
 Samples are generated in chunks that have the same number of samples on every device; a short chunk
 is padded. Each phase therefore compiles one program, a sample goes through the same instructions
@@ -120,8 +119,8 @@ class Samples:
             number per sample. The weighted sum, with the weights of the reward that scored them,
             has the name "reward". Samples that could not be scored have NaN. Empty if nothing was
             scored.
-        images: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], float32; all NaN
-            for samples with non-finite latents. None unless they were asked for.
+        images: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], float32; all NaN for
+            samples with non-finite latents. None unless they were asked for.
         states: The intermediate latents for objectives that train on solver steps, float32: those
             before the first recorded step and after each recorded step (`Sampler.recorded`); or
             those before the query step and the clean latents that were predicted there
@@ -431,9 +430,9 @@ def _sample_parts(
             as are scored together.
 
     Returns:
-        One tuple for each part that is scored together, with float32 arrays on the mesh: the
-        clean latents; the recorded states, as `Samples.states` (None if nothing is recorded); and
-        the latents after the first segment (None if they are not kept). A part with too few samples
+        One tuple for each part that is scored together, with float32 arrays on the mesh: the clean
+        latents; the recorded states, as `Samples.states` (None if nothing is recorded); and the
+        latents after the first segment (None if they are not kept). A part with too few samples
         is filled up with copies of its first sample. In place of a part without samples, the first
         part is returned again.
     """

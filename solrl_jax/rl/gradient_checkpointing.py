@@ -1,6 +1,4 @@
-"""Gradient checkpointing of the update: `model.gradient_checkpointing`, and how "auto" is
-resolved.
-"""
+"""Resolves `model.gradient_checkpointing`, the gradient checkpointing of the update."""
 
 import math
 from collections.abc import Callable

@@ -54,7 +54,7 @@ def no_progress(phase: str, total: int, done: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class IterationResult:
-    """The metrics and the ledger of an iteration, which `iterate` returns beside the new state.
+    """The metrics and the ledger of an iteration, which `iterate` returns with the new state.
 
     Attributes:
         metrics: Metrics by name, NaN where undefined. They are those of the update (`update`, e.g.
@@ -507,16 +507,16 @@ def ledger_columns(
         iteration: The number of the iteration, from 1.
 
     Returns:
-        Columns by name. Those with one entry per candidate, prompt by prompt: "prompt" (list of
+        Columns by name. These have one entry per candidate, prompt by prompt: "prompt" (list of
         text), "prompt_uid" (uint32, a hash of the text), "candidate" (the index within the prompt),
         "seed" (uint64, both words of the seed, the first in the high bits), "proxy_reward"
         (`selection.proxy_rewards`, float32), "rank" (within the prompt, by
         `selection.ranking_values`; 0 is the best, and values that are not finite come last), "kept"
         (bool, False for all candidates of a prompt that is not usable), and "regenerated_reward"
         and "advantage", masked float32 arrays whose entries are masked where "kept" is False.
-        Single values that hold for all: "precision" and "steps" of the exploration,
-        "policy_revision" (the number of the iteration, since its sync made the exploring policy),
-        and None for "regenerated_reward" if nothing is regenerated.
+        These are single values that hold for all candidates: "precision" and "steps" of the
+        exploration, "policy_revision" (the number of the iteration in which the exploring policy
+        was made), and None for "regenerated_reward" if nothing is regenerated.
     """
     proxy = selection.proxy_rewards
     chosen = selection.chosen

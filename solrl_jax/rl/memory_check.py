@@ -136,8 +136,8 @@ def _requests(
         config: The configuration of the run, which has the values of the fields and the image
             sizes. For training, the largest of its image sizes counts.
         pipeline: Gives the shape of the latents of an image.
-        trained_paths: The paths of the trained parameters. Those with adapters decide the bytes per
-            unit of `lora.rank`.
+        trained_paths: The paths of the trained parameters. The parameters with adapters decide the
+            bytes per unit of `lora.rank`.
         groups: The number of parts that a batch of samples is split into over the mesh.
         shapes: By path, arrays or `jax.ShapeDtypeStruct`s of the parameters.
         host: The bytes of physical memory of the smallest host.

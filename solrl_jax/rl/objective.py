@@ -75,7 +75,7 @@ class Step(NamedTuple):
     """A recorded step of an SDE solver, a draw from the Gaussian N(a x + b x0_hat, std^2).
 
     The step started at x (`TrainingTarget.x`), where a policy with velocity v predicts the clean
-    latents `x0_hat = x - sigma v`. So each policy gives the step another mean.
+    latents `x0_hat = x - sigma v`. The mean of the step therefore differs between policies.
 
     Attributes:
         after: The latents that the step ended at.

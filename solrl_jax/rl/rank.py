@@ -71,7 +71,8 @@ def sweep(
     """Lists every combination of exploration options, formats and numbers of steps.
 
     Equal settings, such as those of "auto" and of the format that it stands for, are listed once.
-    Nothing is explored, but JAX's backend is started, since the device decides what "auto" means.
+    Nothing is explored, but JAX's backend is started, since the device decides which format "auto"
+    stands for.
 
     Args:
         config: The configuration of the run. Its `rollout.explore` has the default exploration
@@ -79,7 +80,7 @@ def sweep(
         explore: Names of sets of exploration options, files in `configs/explore/`, e.g. "paper" and
             "best". Empty: the exploration options of `config` alone.
         formats: Names of exploration formats, keys of `quant.formats.FORMATS`, e.g. "nvfp4", or
-            "auto" for the fastest one of this device. Empty: the format of each set of options, or
+            "auto" for the fastest one on this device. Empty: the format of each set of options, or
             that of `config` without sets. A format that quantizes nothing is replaced by
             `rollout.precision`, such as "bf16", the precision in which it runs.
         steps: Numbers of exploration steps, from 1 to 1000. Empty: the number of each set of
@@ -388,8 +389,8 @@ def format_table(results: Sequence[dict[str, Any]], settings: Sequence[Explorati
     The table has a header, one line per setting (means over the prompts), and a last line with the
     numbers of kept and of all candidates per prompt and the two mean true ranks of a perfect proxy,
     of the best and of the worst kept half. If there is a single setting, one line per prompt
-    precedes the line of the setting. The columns are the figures that `summarize` computes
-    for each prompt (`COLUMNS`).
+    precedes the line of the setting. The columns are the figures that `summarize` computes for each
+    prompt (`COLUMNS`).
 
     Args:
         results: The results of `summarize`, at least one.

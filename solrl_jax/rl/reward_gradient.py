@@ -42,7 +42,7 @@ def add_targets(
     prompt: Int[np.ndarray, " b"],
 ) -> Samples:
     """Makes the objective's targets from the gradient of the reward. Targets are latents that the
-    objective trains on beside the samples.
+    objective trains on in addition to the samples.
 
     The objective's `targets` function is called once per chunk of `samples_per_call` samples. Every
     sample is decoded, scored and differentiated, for some objectives several times. Every process
@@ -137,9 +137,9 @@ def reward_gradient(
         index: For each sample, the row of its prompt in `prepared`.
 
     Returns:
-        The rewards and their gradients, float32. Those of a sample do not depend on other samples.
-        Where the reward is not finite, the gradient is NaN. Decoded pixels beyond [0, 1] contribute
-        nothing to the gradient, since they are clipped.
+        The rewards and their gradients, float32. The results for a sample do not depend on other
+        samples. Where the reward is not finite, the gradient is NaN. Decoded pixels beyond [0, 1]
+        contribute nothing to the gradient, since they are clipped.
 
     Raises:
         InputError: If the function `score` of a reward raises or returns no scores.

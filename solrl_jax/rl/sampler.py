@@ -24,8 +24,8 @@ def make_schedule(
     Args:
         rollout: The configuration of the rollout.
         pipeline: The model, whose shift and embedded guidance some schedules take.
-        size: Height and width of the images in pixels, or of clips also the number of frames, from
-            which some schedules derive their shift.
+        size: Height and width of the images in pixels; for clips, followed by the number of frames.
+            Some schedules derive their shift from it.
         steps: The number of solver steps, at least 1. The full schedule has `rollout.num_steps`.
         noise_start: The first step of the full schedule that adds noise, counted from 0, if
             `rollout.noise_level` is above 0. `rollout.sde_window_size` steps from there on add
@@ -86,8 +86,8 @@ class Sampler:
         segments: The solver steps from noise to clean latents, divided into consecutive segments
             with a policy each. Nearly always there is one segment.
         decoder: Decodes latents to images or clips, for rewards or for the result.
-        shape: Height, width and channels of one latent (`Pipeline.latent_shape`); of clips, the
-            number of latent frames comes before them.
+        shape: Height, width and channels of one latent (`Pipeline.latent_shape`); for clips,
+            preceded by the number of latent frames.
         samples_per_device: The number of samples that one device generates at once, at least 1;
             `generate` pads a batch with fewer. Devices along the mesh axes `sequence` and `tensor`
             work on the same samples and count as one.

@@ -1,9 +1,9 @@
 """Measures how much quantizing each group of linear layers affects the ranking of candidates.
 
 A group is one module of the blocks (such as `attn` or `ff`), in all blocks together. Outside of the
-blocks, it is the linear layers whose paths have the same first part. The error of a quantized
-matrix is a poor guide: the layers that embed the timestep have small errors, but they affect every
-token.
+blocks, a group consists of the linear layers whose paths have the same first part. The error of a
+quantized matrix is a poor guide: the layers that embed the timestep have small errors, but they
+affect every token.
 """
 
 import dataclasses
@@ -45,21 +45,20 @@ class Sensitivity:
 def group_of(path: str) -> str:
     """Returns the name of the group of a linear layer.
 
-    If the first part of the path ends in "blocks", it is the next part, not counting the number or
-    range of blocks. Otherwise it is the first part.
+    If the first part of the path ends in "blocks", the name is the next part, not counting the
+    number or range of blocks. Otherwise the name is the first part.
 
     The name is a substring of all paths of the group, so that it can be used in
     `model.quantization.modules_to_not_convert`. The name of a group outside of the blocks may also
-    occur in other paths: "proj_out/" of FLUX.1 is in `single_transformer_blocks/proj_out/kernel`,
-    too.
+    occur in other paths: "proj_out/" of FLUX.1 is in `single_transformer_blocks/proj_out/kernel`.
 
     Args:
         path: The path of the layer's kernel, parts joined by "/".
 
     Returns:
-        The name, with its slashes: "/attn/" for `transformer_blocks/attn/to_q/kernel` and
-        for `transformer_blocks/0-3/attn/to_q/kernel`, "proj_out/" for `proj_out/kernel`, and
-        "layers/" for all blocks of Z-Image in `layers`.
+        The name, with its slashes: "/attn/" for `transformer_blocks/attn/to_q/kernel` and for
+        `transformer_blocks/0-3/attn/to_q/kernel`, "proj_out/" for `proj_out/kernel`, and "layers/"
+        for all blocks of Z-Image in `layers`.
     """
     first, *others = path.split("/")
     if not first.endswith("blocks"):

@@ -86,7 +86,7 @@ class PolicyBatch:
 
 @dataclasses.dataclass(frozen=True)
 class _LossInputs:
-    """The inputs of the loss of a micro-batch beside the trained parameters.
+    """The inputs of the loss of a micro-batch, apart from the trained parameters.
 
     Attributes:
         backbone: The networks, which predict velocities, and the mesh.
@@ -270,7 +270,7 @@ def _optimizer_step(
     `algorithm.ema_decay`), where t is the number of optimizer steps taken, this one included.
 
     Args:
-        problem: The inputs of the loss beside the trained parameters.
+        problem: The inputs of the loss, apart from the trained parameters.
         state: The state before the optimizer step.
         terms: The numbers of the terms of the loss. With b samples, number t is sample t mod b at
             the step `problem.chosen[t mod b, t div b]` of the schedule.
@@ -439,7 +439,7 @@ def _gather(x: Float[Array, " padded_size"], like: Array) -> Array:
 def _divide_over_groups(tree: Any) -> Any:
     """Flattens all axes of arrays but the first, and reshards them from rows to columns.
 
-    Before, each group of devices has one row. After, each group has some columns of all rows.
+    Each group of devices starts with one row and ends with some columns of all rows.
 
     Args:
         tree: A tree of float arrays with one row per group of devices that share samples (the axes

@@ -513,8 +513,8 @@ def _read_header(path: RunPath) -> dict[str, Any]:
         "dtype" for each array, by key path) and, if the file has it, "format".
 
     Raises:
-        CheckpointError: If the file cannot be read or is no JSON, if "iteration" is no integer or
-            "meta" or "arrays" is no dict, or if an array lacks its shape or dtype.
+        CheckpointError: If the file cannot be read or is not JSON, if "iteration" is not an integer
+            or "meta" or "arrays" is not a dict, or if an array lacks its shape or dtype.
     """
     try:
         header = parse_json(read_bytes(path / META))

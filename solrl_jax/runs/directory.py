@@ -286,8 +286,8 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
 
     Raises:
         InputError: If `which` is none of the three; if the run has no such checkpoint (for "best",
-            no intact one with an evaluation); or if `target` is no run directory (with "latest" it
-            may be a model or preset, for which nothing is checked).
+            no intact one with an evaluation); or if `target` is not a run directory (with "latest"
+            it may be a model or preset, for which nothing is checked).
         RunError: If the checkpoint of that iteration is damaged, or, for "latest", if all are; or
             if the directory of checkpoints cannot be read.
     """

@@ -46,7 +46,7 @@ class Evaluation:
         scores: The score of each image, float [p, m], not finite where it failed.
         failed: For each reward outside JAX, by its name, the number of images that it could not
             score, which may be 0. For clips, each scored frame counts.
-        usage: What the rewards outside JAX cost: the sum of each of their counters
+        usage: The costs of the rewards outside JAX: the sum of each of their counters
             (`rewards.usage`) by the name "REWARD/COUNTER", e.g. "judge/requests". Rewards with
             counters also have "REWARD/seconds_waited", the seconds that all hosts together waited
             for them. Empty if nothing was counted.

@@ -16,7 +16,7 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
     * it fell from the first evaluation that has both scores to `now`, while the trained reward
       ("eval/reward") rose;
     * it rose from that first evaluation to the one before `now` where it was highest, and from then
-      to `now` its value did not increase, by any amount, while the trained reward rose.
+      to `now` it did not increase at all, while the trained reward rose.
 
     A score "rose" or "fell" if the change is larger than its standard error, which combines those
     of the two evaluations. The second kind was tried on the evaluations of the 16 runs of

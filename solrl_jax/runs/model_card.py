@@ -32,7 +32,7 @@ RUN_IMAGE = "pictures/before-after.png"
 # What the folder of a published run may hold.
 FILES = {"README.md", "images", "transformer", DIFFUSERS_FILE}
 # Settings that the published command leaves out, because they belong to the machine or the
-# directory of a run ("version" to its `config.yaml`).
+# directory of a run, or, like "version", to the file `config.yaml`.
 PLACES = ("run", "mesh", "model.prompt_cache_dir", "reward.paths", "reward.workers", "version")
 
 
@@ -126,9 +126,10 @@ def model_card(
             shows.
 
     Returns:
-        Markdown with metadata in YAML at the top: what the weights are, the license of the base, an
-        example in Python, held-out scores, settings, and the command that trained the run (unless
-        `training_command` returns None). Absolute paths in settings are cut to their last part.
+        Markdown with metadata in YAML at the top: a description of the weights, the license of the
+        base, an example in Python, held-out scores, settings, and the command that trained the run
+        (unless `training_command` returns None). Absolute paths in settings are cut to their last
+        part.
 
     Raises:
         InputError: If `metrics.jsonl` is too large to be read.

@@ -108,8 +108,8 @@ def write(
         plan: A file with the JSON of `solrl plan PRESET --json`, which is shown too. None: no plan.
 
     Raises:
-        InputError: If a folder is no run directory, a run is damaged, has no metrics or more than
-            2**23 values of them (`MAX_VALUES`), or if `plan` cannot be read or is no plan.
+        InputError: If a folder is not a run directory, a run is damaged, has no metrics or more
+            than 2**23 values of them (`MAX_VALUES`), or if `plan` cannot be read or is not a plan.
         ConfigError: If the configuration of a run is invalid.
         RunError: If the disk refuses.
     """
@@ -193,9 +193,9 @@ class HtmlReport:
                 offers to reload itself.
 
         Returns:
-            None if it was written or it is too soon. Otherwise one line with the reason why the
-            report could not be written. InputError, ConfigError and RunError are reported in this
-            way and not raised.
+            None if the report was written, or if it is too soon to write it. Otherwise one line
+            with the reason why the report could not be written. InputError, ConfigError and
+            RunError are reported in this way and not raised.
         """
         began = time.monotonic()
         if not last and self._spent + self._last > MAX_TIME_FRACTION * (began - self._began):
@@ -234,8 +234,8 @@ def _describe_run(folder: RunPath, name: str, max_rows: int) -> dict[str, Any]:
             `_read_images`.
 
     Raises:
-        InputError: If `folder` is no run directory, a file of the run is damaged or too large, or
-            its metrics have no readable line or more than `MAX_VALUES` (2**23) values.
+        InputError: If `folder` is not a run directory, a file of the run is damaged or too large,
+            or its metrics have no readable line or more than `MAX_VALUES` (2**23) values.
         ConfigError: If the configuration is invalid.
     """
     config = read_run(folder)

@@ -184,9 +184,9 @@ def _remove_stagings(root: StorePath) -> None:
 def _make_room(root: StorePath, target: StorePath, replaced: StorePath) -> None:
     """Makes a store ready for a new checkpoint. One process of a run calls it.
 
-    Removes what killed saves and removals left: directories that are named like checkpoints but
-    have no manifest, and `NNNNNN.replaced` if `NNNNNN` has one. Also renames an existing checkpoint
-    of the same iteration, by copying it to `replaced` and removing the original.
+    Removes the leftovers of killed saves and removals: directories that are named like checkpoints
+    but have no manifest, and `NNNNNN.replaced` if `NNNNNN` has one. Also renames an existing
+    checkpoint of the same iteration, by copying it to `replaced` and removing the original.
 
     Args:
         root: The directory of checkpoints.

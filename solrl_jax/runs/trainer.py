@@ -431,7 +431,9 @@ def _train(this: _Run) -> None:
                 this.state, result = iterate(
                     this.experiment, this.state, this.done + 1, level, progress.phase
                 )
-                this.done += 1  # beside `state`: Ctrl-C while the trace is written may save both
+                # `done` changes together with `state`, so that Ctrl-C while the trace is written
+                # can save this iteration.
+                this.done += 1
             row = result.metrics
             failures = failures + 1 if _learned_nothing(row) else 0
             if (
@@ -868,7 +870,8 @@ def _save(this: _Run) -> None:
 
 
 def _save_after_stop(this: _Run, cause: BaseException) -> bool:
-    """Saves the last complete iteration after an interruption or a failure, and prints a line.
+    """Saves the last complete iteration after an interruption or a failure, and prints a line
+    about it (except after Diverged).
 
     Every process calls this. After a failure, it also waits for any save in progress. Nothing is
     saved in these cases:

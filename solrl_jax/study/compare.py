@@ -108,8 +108,8 @@ def read_course(run: Run, prices: Prices) -> Course:
             iteration is missing, cannot be read or has another number of rows than
             `train.num_prompts` times `rollout.candidates`, or if the `config.yaml` is missing or
             cannot be read.
-        ConfigError: If the `config.yaml` is no valid configuration, or the attribute `trains_on` of
-            such an objective has an unknown value.
+        ConfigError: If the `config.yaml` is not a valid configuration, or the attribute `trains_on`
+            of such an objective has an unknown value.
     """
     config = read_run(run.folder)
     last = config.train.iterations

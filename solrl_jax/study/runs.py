@@ -46,8 +46,8 @@ def finished(run: Run) -> bool:
 
     Raises:
         InputError: If the `config.yaml` in the directory, or a prompt set, cannot be read.
-        ConfigError: If that file is no valid configuration, or if no number of prompts up to that
-            of the training set makes `run.config` valid.
+        ConfigError: If that file is not a valid configuration, or if no number of prompts up to
+            that of the training set makes `run.config` valid.
     """
     if not is_run(run.folder):
         return False

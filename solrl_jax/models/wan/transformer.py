@@ -353,8 +353,8 @@ class ClipAttention(AttentionProjections):
     `normed` is set, and then rotated by the positions of the tokens.
 
     Args:
-        widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
-            together.
+        widths: `(d, d, inner)`: the number of features of a token, given twice, and the number of
+            features of all heads together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
             together.

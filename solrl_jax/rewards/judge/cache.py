@@ -26,7 +26,7 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
     """Returns the key under which the cache stores the scores of a request.
 
     Args:
-        identity: Everything that a score depends on beside the prompt and the images, as JSON
+        identity: Everything that a score depends on besides the prompt and the images, as JSON
             values by name: the model, the question and further options (`Judge.identity`). The
             order of its keys has no effect.
         prompt: The prompt of the image or pair.
@@ -60,7 +60,7 @@ class Cache:
             folder: The directory. Missing parents are created, too.
 
         Raises:
-            ScoringFailure: If the directory or the file cannot be created, the file is no SQLite
+            ScoringFailure: If the directory or the file cannot be created, the file is not a SQLite
                 database or cannot be written, or another process keeps it locked for 30 seconds
                 (`LOCK_TIMEOUT`).
         """
@@ -84,8 +84,8 @@ class Cache:
             key: The key of the request, from `cache_key`.
 
         Raises:
-            ScoringFailure: If the file cannot be read, the entry is no JSON object of numbers that
-                are finite as floats, or another process keeps the file locked for 30 seconds
+            ScoringFailure: If the file cannot be read, the entry is not a JSON object of numbers
+                that are finite as floats, or another process keeps the file locked for 30 seconds
                 (`LOCK_TIMEOUT`).
         """
         try:

@@ -393,8 +393,8 @@ class Service:
         Raises:
             ScoringFailure: If the score needs log-probabilities and the answer has none, or its
                 accepted tokens (such as "yes" and "no") together have a probability below 0.05. For
-                "json", if its text is no JSON object with a number in its range for each criterion.
-                With a single criterion, the number alone is accepted, too.
+                "json", if its text is not a JSON object with a number in its range for each
+                criterion. With a single criterion, the number alone is accepted, too.
         """
         settings = self._judge.settings
         if settings.score == "json":

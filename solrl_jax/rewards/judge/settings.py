@@ -276,7 +276,7 @@ class Judge:
         return cls(_SETTINGS.validate_python(fields["settings"]), fields["question"], criteria)
 
     def identity(self) -> dict[str, Any]:
-        """Returns everything that a score depends on beside the images and the prompt, as JSON
+        """Returns everything that a score depends on besides the images and the prompt, as JSON
         values.
 
         Returns:

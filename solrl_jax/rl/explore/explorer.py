@@ -21,12 +21,12 @@ from solrl_jax.rl.trainable.trainable import Trainable, attach
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Explorer:
-    """How candidates are explored: gives the schedule, the quantized policy and the sampler.
+    """Makes the schedule, the quantized policy and the sampler of exploration.
 
     The options of `rollout.explore` change the configured schedule, the quantizer and the segments.
-    Some measure the base policy first, for example the inputs of its layers. That happens when a
-    method first needs the result, which the object keeps. The calibration prompts are encoded
-    before, which may load text encoders and write to the cache of prompts.
+    Some measure the base policy first, for example the inputs of its layers. The measurement is
+    taken when a method first needs the result, which the object keeps. The calibration prompts are
+    encoded before the measurement, which may load text encoders and write to the cache of prompts.
 
     Attributes:
         explore: The section `rollout.explore` of the configuration: the number of steps and the

@@ -3,7 +3,8 @@
 Both export formats hold two tensors per linear layer under its released name: `lora_A.weight`
 [rank, in] and `lora_B.weight` [out, rank], with two further axes of size one for a 1x1 convolution.
 They are `a` and `b` of our adapters, transposed; a stack of layers gives one pair per layer. The
-weight gains `alpha / rank * B A`. The two formats differ in the keys and in where alpha is:
+adapter adds `alpha / rank * B A` to the weight. The two formats differ in the keys and in where
+alpha is:
 
               key                                     alpha
     diffusers transformer.MODULE.lora_A.weight        JSON in the header's `lora_adapter_metadata`

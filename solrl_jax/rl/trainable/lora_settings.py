@@ -96,7 +96,7 @@ def read_config(
 
     Args:
         file: The safetensors file, whose name and directory say where the configuration is.
-        keys: The keys of its tensors. Those that begin with "base_model.model." are PEFT's.
+        keys: The keys of its tensors. Keys that begin with "base_model.model." are PEFT's.
         metadata: The text entries of its header. diffusers writes `lora_adapter_metadata`.
 
     Returns:
