@@ -10,7 +10,8 @@ def main() -> None:
     `cli.main.main` are set, and are ignored once the command has ended, also by an error.
 
     Raises:
-        SystemExit: With code 1, 2 or 130, if the command did not succeed.
+        SystemExit: If the command did not succeed: with code 2 (bad input), 130 (interrupted) or 1
+            (any other failure).
         BaseException: An unforeseen error as it is, if the environment variable SOLRL_TRACEBACK is
             set.
     """

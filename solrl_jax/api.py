@@ -56,16 +56,19 @@ def load(preset: str, *overrides: str) -> Experiment:
     starts their worker processes (which end with this process) and sends requests to judges and
     services. Writes no run directory. Warns (UserWarning) about the settings that "mesh=auto"
     chose, about numbers of prompts that were reduced because a prompt set has fewer, and about an
-    objective on reward gradients with an empty `reward.eval_only`. With several processes
-    (`parallel.hosts.initialize`), all must call it with the same arguments.
+    objective that trains on reward gradients while `reward.eval_only` is empty. With several
+    processes (`parallel.hosts.initialize`), all must call it with the same arguments.
 
     Args:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
             takes precedence. "mesh=auto" chooses the mesh, the gradient checkpointing and the batch
             sizes for the devices of this host, from plans that the package contains
-            (`planning.proposals`). If no plan fits, it may choose `model.vae_tile_size` too. It
-            changes no setting that another override names.
+            (`planning.proposals`). If no plan of the model fits, these settings are a guess that
+            saves memory, and include `model.vae_tile_size` for images above 512 pixels. Nothing is
+            chosen if there is no plan of the model for this platform (a CPU has none) and at least
+            this image size, or if `train.parameters` is not "adapters". "mesh=auto" changes no
+            setting that another override names.
 
     Returns:
         The experiment (`rl.experiment.Experiment`): the configuration, the models with their
@@ -114,13 +117,16 @@ def open_policy(
     """Opens a policy to evaluate or rank it: that of a run, or the starting point of training from
     a preset or a model.
 
-    Builds the experiment as `load` does, with the same effects. For a run, the EMA policy
-    (with the exponential moving average of the trained parameters) is opened.
+    Builds the experiment as `load` does, with the same effects: downloads, loads weights, imports
+    configured functions, and tries rewards outside of JAX, which sends requests to judges and
+    services. For a run, the EMA policy (with the exponential moving average of the trained
+    parameters) is opened.
 
     Args:
         target: A run directory, which may be in an object store (gs:// or s3://); the name of a
             preset; or a model: a directory in the layout of diffusers, or "embedded:NAME" for a
-            small model in this package. The first of these that applies counts. `~` is expanded.
+            small model in this package. The first of these that applies counts. OWNER/NAME of a
+            repository on the hub is not accepted. `~` is expanded.
         *overrides: Settings that differ, as `key=value`, but not "mesh=auto". Those of a run may
             not change which parameters are trained (InputError).
         preset: If `target` is a model: the preset that gives prompts, reward and sampler. None:
@@ -140,12 +146,12 @@ def open_policy(
 
     Raises:
         ConfigError: If the configuration or an override is invalid.
-        InputError: If `target`, `checkpoint` or a file cannot be used, if a run needs `trust`, or
-            if latents, images and trained parameters are estimated to need more memory than the
-            devices have.
+        InputError: If `target`, `checkpoint` or a file cannot be used, if a run needs `trust`, if a
+            pattern in `train.parameters` or `lora.target_modules` matches no parameter of the
+            model, or if latents, images and trained parameters are estimated to need more memory
+            than the devices have.
         RunError: If the checkpoint is damaged, or a reward outside of JAX fails on its trial image.
-        ValueError: If `target` begins with the `~USER` of a user that does not exist, or a pattern
-            in `train.parameters` or `lora.target_modules` matches no parameter of the model.
+        ValueError: If `target` begins with the `~USER` of a user that does not exist.
     """
     config, run = read_target(expand_home(str(target)), overrides, preset, trust=trust)
     path = find_checkpoint(run or str(target), checkpoint)
@@ -171,8 +177,8 @@ class TrainingInterrupted(KeyboardInterrupt):
         whether the iteration was saved.
 
         Args:
-            summary: What `train` would have returned, with "interrupted" True and "saved" True or
-                False.
+            summary: The dictionary that `train` would have returned, with "interrupted" True and
+                "saved" True or False. It is kept as the attribute `summary`.
         """
         iterations = summary["iterations"]
         if summary["saved"]:
@@ -198,7 +204,8 @@ def train(
 
     The directory is the setting `run.dir`; it gets the configuration, checkpoints, metrics, the
     ledger of all candidates (Parquet) and images. Progress is printed on standard error. Models and
-    rewards are loaded as by `load`. With several processes, all must call it with the same
+    rewards are loaded with the effects of `load`: downloads, imports of configured functions, and
+    trial requests to judges and services. With several processes, all must call it with the same
     arguments.
 
     If this is called in the main thread, the first Ctrl-C or SIGTERM stops training after the
@@ -222,13 +229,15 @@ def train(
 
     Returns:
         A dictionary: "run" (the directory as text), "iterations" (the number of complete ones),
-        "interrupted" (False), "saved" (True), "trained_in_full" (the number of arrays that are
-        trained in full, 0 for LoRA alone), and "before" and "after" (the first and the last
-        evaluation of the run: a dictionary of numbers by metric, e.g. "eval/reward", with None for
-        one that is not finite; {} if there is none).
+        "interrupted" (always False; True in the summary of TrainingInterrupted), "saved" (always
+        True), "trained_in_full" (the number of arrays that are trained in full, 0 for LoRA alone),
+        and "before" and "after" (the first and the last evaluation of the run: a dictionary of
+        numbers by metric, e.g. "eval/reward", with None for one that is not finite; {} if there is
+        none).
 
     Raises:
-        TrainingInterrupted: If it was interrupted. A KeyboardInterrupt.
+        TrainingInterrupted: If it was interrupted. A KeyboardInterrupt. The last complete iteration
+            was saved first, unless "saved" is False in the `summary` of the exception.
         ConfigError: If the preset or an override is invalid.
         InputError: If the run directory or an input file cannot be used, or the directory holds
             another run (with other settings that the trained parameters depend on), or another
@@ -298,10 +307,11 @@ def rank(
         is defined. An undefined figure is NaN, and h is half of `rollout.kept`, rounded down and at
         least 1. "spearman" and "kendall" are the rank correlations of proxy and true rewards,
         undefined if all proxy or all true rewards are equal. "top_k_match" is the fraction of the 4
-        truly best candidates that is among the h best by proxy, and "bottom_k_match" the same for
-        the worst. "top_k_regret" is the mean true reward of the 4 truly best candidates minus that
-        of the 4 truly best among the h best by proxy, as a fraction of the range of true rewards
-        (if h is below 4, the smallest true reward stands in for those that are missing).
+        truly best candidates (of all, if there are fewer) that is among the h best by proxy, and
+        "bottom_k_match" the same for the worst. "top_k_regret" is (A - B) / R. A is the mean true
+        reward of the 4 truly best of all candidates. B is that of the 4 truly best of the h best
+        by proxy (if h is below 4, the smallest true reward of the prompt stands in for those that
+        are missing). R is the range of the true rewards; if it is 0, so is the regret.
         "true_rank_best" and "true_rank_worst" are the mean true ranks, 1 for the best, of the h
         best and the h worst by proxy; "perfect_rank_best" and "perfect_rank_worst" are the same for
         a perfect proxy. "per_prompt" is a list with a dictionary per prompt: its text as "prompt",
@@ -394,9 +404,9 @@ def generate(
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: (height, width) of the images in pixels, 1 to 16,384 each. Both must be multiples of a
             number that depends on the model. For video models (Wan), (height, width, frames) with 1
-            plus a multiple of 4 frames; without a number of frames, that of the default. None: that
-            of `latents`, of the run's evaluation or the model's default. It must not contradict
-            `latents`.
+            plus a multiple of 4 frames. A missing number of frames is that of `latents`, of the
+            run's evaluation or of the model's default, and so is the whole size if it is None. A
+            size must not contradict `latents`.
         latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, or [N, C, t, h,
             w] for video models, as for the pipelines of diffusers (but not packed for FLUX.1). All
             values must be finite. The seed then has no effect. None: drawn from the seed.
@@ -410,8 +420,8 @@ def generate(
             the model.
         max_sequence_length: The number of tokens to which prompts are padded or cut, 1 to 2048.
             None: that of the run, or the model's default.
-        instruction: Text before every prompt, for SANA only. None: that of the run; none for a
-            model.
+        instruction: Text before every prompt, for SANA only; "" is no text. None: that of the run;
+            none for a model. Other models than SANA accept only None.
         vae_tile_size: The side in pixels of the tiles in which images are decoded to save memory, a
             multiple of the pixels per latent pixel (8 for FLUX.1 and SD3, 32 for SANA). None: that
             of the run; whole images for a model.
@@ -472,9 +482,10 @@ def generate_with_latents(
     Returns:
         A `Generation` with arrays of NumPy: `images`, float32 [N, height, width, 3] in [0, 1], or
         clips, [N, frames, height, width, 3]; `latents`, the initial noise, float32 [N, C, h, w], or
-        [N, C, t, h, w] for clips, for `generate` or a pipeline of diffusers (FLUX.1's takes it
-        packed); `num_steps`; `precision`, a description of the number format; and
-        `frames_per_second`, an int that has no meaning for images.
+        [N, C, t, h, w] for clips, for `generate` or a pipeline of diffusers (for that of FLUX.1 it
+        must first be packed, with `FluxPipeline._pack_latents`); `num_steps`; `precision`, a
+        description of the number format; and `frames_per_second`, an int that has no meaning for
+        images.
 
     Raises:
         InputError: If an argument is unknown or cannot be used, or the images need more memory than
@@ -538,8 +549,9 @@ def export(
     """Writes the EMA policy of a run to files that diffusers or PEFT load.
 
     LoRA adapters become a LoRA. A run that trains parameters in full becomes a directory for
-    `from_pretrained` of the transformer's class (with a LoRA in it if there are adapters too). The
-    weights of the base model are loaded, and downloaded if the hub's cache lacks them.
+    `from_pretrained` of the transformer's class (with a LoRA in it if there are adapters too). In
+    both cases the weights of the base model are loaded, and downloaded if the hub's cache lacks
+    them.
 
     With `hub`, a folder is written and uploaded to the Hugging Face hub. It has the weights
     (`pytorch_lora_weights.safetensors` or `transformer/`), a model card and, if the run is finished
@@ -550,8 +562,8 @@ def export(
             is expanded.
         out: The path to write: a .safetensors file, or a directory for PEFT and for parameters
             trained in full. With `hub`, it is the folder to upload. A directory may contain nothing
-            but an earlier export. None is accepted only with `hub`, and stands for the folder `hub`
-            in the run directory. Missing parent directories are created. `~` is expanded.
+            but an earlier export. None is the folder `hub` in the run directory if `hub` is given,
+            and an InputError if not. Missing parent directories are created. `~` is expanded.
         form: The program that is to load it, "diffusers" or "peft". Parameters trained in full need
             "diffusers".
         dtype: The number format of the written tensors, "fp32" or "bf16".
@@ -725,8 +737,8 @@ def export_lora(
 ) -> None:
     """Writes LoRA adapters in memory to files, in float32. `export` does this for a run directory.
 
-    An existing file or an earlier export is replaced without asking. Layers (also single ones of a
-    stack) whose factors a and b are both zero are left out.
+    An existing file (even if it is no export) or directory of an earlier export is replaced without
+    asking. Layers (also single ones of a stack) whose factors a and b are both zero are left out.
 
     Args:
         experiment: The experiment in which the adapters were trained. Its model gives the names of
@@ -739,9 +751,10 @@ def export_lora(
         form: The program that is to load them, "diffusers" or "peft".
 
     Raises:
-        InputError: If `path` or `form` cannot be used (nothing is written into a component of the
-            base model), or if the adapters do not fit the network, are not finite, change nothing
-            (every product B A is 0), or are not all LoRA adapters.
+        InputError: If `path` or `form` cannot be used, or `path` is or lies in the directory of a
+            component of the base model (e.g. its `transformer/`), or if the adapters do not fit
+            the network, are not finite, change nothing (every product B A is 0), or are not all
+            LoRA adapters.
         RunError: If the disk refuses.
     """
     if form not in ("diffusers", "peft"):

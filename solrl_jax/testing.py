@@ -49,7 +49,8 @@ def assert_ranking_preserved(
     the lower index as the better one.
 
     Args:
-        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        proxy: The rewards of the candidates in exploration, [prompts, candidates]: a NumPy or JAX
+            array, in a function wrapped by `chex.chexify` also a traced one.
         true: The rewards of the same candidates when they are fully generated, [prompts,
             candidates].
         spearman: The smallest accepted Spearman correlation, in [-1, 1]. None: not checked.
@@ -105,13 +106,15 @@ def assert_top_k_regret(
     without any has no regret.
 
     Args:
-        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        proxy: The rewards of the candidates in exploration, [prompts, candidates]: a NumPy or JAX
+            array, in a function wrapped by `chex.chexify` also a traced one.
         true: The rewards of the same candidates when they are fully generated, [prompts,
             candidates].
         top_k: How many candidates are compared, at least 1.
         within: How many of the best candidates by proxy reward the `top_k` are taken from, from
             `top_k` to the number of candidates. None means `top_k`.
-        bound: The largest accepted mean regret over the prompts that have one, in [0, 1].
+        bound: The largest accepted mean regret over the prompts that have one, in [0, 1]: a number
+            or a scalar array.
 
     Raises:
         AssertionError: If the regret is above the bound, or no prompt has one.
@@ -131,15 +134,16 @@ def assert_selection_range(proxy: Values, true: Values, *, kept: int, delta: Bou
     First, no proxy reward may differ from the true one by more than `delta`. Then, for every
     prompt, the true rewards of the kept candidates (half of them the best by proxy, half the worst)
     must span the range of all true rewards less `4 delta`. Both are compared in float32, without a
-    tolerance for rounding. The second follows from the first if exploration selected by these proxy
-    rewards (Sol-RL, section 3).
+    tolerance for rounding. Without rounding, the second follows from the first (Sol-RL, section 3).
 
     Args:
-        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        proxy: The rewards of the candidates in exploration, [prompts, candidates]: a NumPy or JAX
+            array, in a function wrapped by `chex.chexify` also a traced one.
         true: The rewards of the same candidates when they are fully generated, [prompts,
             candidates].
         kept: How many candidates are kept per prompt; even, from 2 to the number of candidates.
-        delta: The largest accepted difference of proxy and true reward, in the unit of the rewards.
+        delta: The largest accepted difference of proxy and true reward, in the unit of the rewards:
+            a number or a scalar array.
 
     Raises:
         AssertionError: If one of the two conditions fails, or a reward is not finite.
@@ -186,9 +190,11 @@ def assert_block_error(
     divide the axis, the last block is shorter.
 
     Args:
-        x: The values before quantization, of any shape with at least one axis.
+        x: The values before quantization, of any shape with at least one axis: a NumPy or JAX
+            array, in a function wrapped by `chex.chexify` also a traced one.
         quantized: The values after quantization and dequantization, of the same shape.
-        bound: The largest accepted error of a block. The default, 0.177, is the bound of NVFP4.
+        bound: The largest accepted error of a block, a number or a scalar array. The default,
+            0.177, is the bound of NVFP4.
         block: The number of values in a block, at least 1. The default, 16, is that of NVFP4.
         axis: The axis along which values form blocks, by default the last one.
 
@@ -225,7 +231,8 @@ def _pools(proxy: Values, true: Values) -> tuple[Rewards, Rewards]:
     """Converts proxy and true rewards to float32 arrays of JAX, and checks their shapes.
 
     Args:
-        proxy: The rewards of the candidates in exploration, [prompts, candidates].
+        proxy: The rewards of the candidates in exploration, [prompts, candidates], a NumPy or JAX
+            array of numbers, possibly traced.
         true: Their true rewards, of the same shape.
 
     Returns:
@@ -296,7 +303,7 @@ def _check(holds: Any, message: str, *values: Bound) -> None:
     Args:
         holds: The condition, a boolean scalar.
         message: The message if it fails: a format string with one `{}` per value.
-        *values: The scalars that are written into the message.
+        *values: The scalars (numbers or scalar arrays) that are written into the message.
 
     Raises:
         AssertionError: If `holds` is false.

@@ -71,14 +71,15 @@ def convert(
 
         * "out": the path that was written, as text.
         * "took": the key that the tensors were under, e.g. "state_dict"; None if there was none.
-        * "left_out": a text "KEY (TYPE)" for each entry beside the dictionary of the tensors, and
-          for each plain value in it.
+        * "left_out": a text "KEY (TYPE)" for each entry that was not written: those beside the
+            dictionary of the tensors, and None, booleans, numbers and text in this dictionary.
         * "kind": "sana" for a native SANA checkpoint, else "tensors".
         * "tensors" and "bytes": the number of tensors that were written, and the size of their
-          file.
-        * Only for SANA: "parameters" (their number), "ffn" ("conv" or "linear", the layers of its
-          MLPs), "ignored" (names of tensors that the network does not need) and "config" (the
-          content of the transformer's config.json).
+            file.
+        * Only for SANA: "parameters" (the number of values in all written tensors), "ffn" (the
+            layers of the MLPs in the pickle: "conv", 1x1 convolutions, or "linear", linear layers),
+            "ignored" (names of tensors that the network does not need) and "config" (the content of
+            the transformer's config.json).
 
     Raises:
         InputError: If a path cannot be used, `out` exists and may not be replaced, PyTorch is
@@ -117,9 +118,9 @@ def describe(summary: Mapping[str, Any]) -> str:
             "bytes" and, for SANA, "parameters", "ffn", "ignored" and "config".
 
     Returns:
-        Up to four lines: the key that the tensors were under, the entries that were left out (those
-        of "left_out" and "ignored"), the SANA network, and the number and size of the tensors with
-        the path.
+        Up to four lines: the key that the tensors were under ("took", unless it is None), the
+        entries that were left out (those of "left_out" and "ignored", if any), the SANA network
+        (only for SANA), and the number and size of the tensors with the path.
     """
     lines = [f"took {summary['took']}"] if summary["took"] else []
     left_out = [*summary["left_out"], *summary.get("ignored", [])]
@@ -144,8 +145,8 @@ def _torch() -> Any:
         The module `torch`.
 
     Raises:
-        InputError: If PyTorch is not installed, or older than 2.6, which may run code that a pickle
-            holds.
+        InputError: If PyTorch is not installed or is older than 2.6. Older versions may run code
+            that a pickle holds.
     """
     try:
         import torch
@@ -170,8 +171,9 @@ def _check_paths(file: Path, out: Path, base: Path | None, force: bool) -> None:
 
     Raises:
         InputError: If `file` is missing or ends in .safetensors, `base` is not the directory of a
-            SANA pipeline, or `out` cannot be written: it exists without `force`, it is a link, it
-            is or contains `file` or `base`, or its parent cannot be created or written to.
+            SANA pipeline, or `out` cannot be used: `out` exists without `force`, is a link (even
+            with `force`), or is or contains `file` or `base`, or its parent directory cannot be
+            created or written to.
     """
     if not file.is_file():
         raise InputError(f"{file}: no such file")
@@ -206,8 +208,8 @@ def _load(torch: Any, file: Path) -> Any:
         The unpickled value, usually a dictionary. Its tensors are on the CPU.
 
     Raises:
-        InputError: If the file is damaged, is a zip archive with compressed entries, or cannot be
-            read without running code.
+        InputError: If the file is missing or damaged, is a zip archive with compressed entries, or
+            cannot be read without running code.
     """
     try:
         if zipfile.is_zipfile(file):
@@ -247,10 +249,13 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
         torch: The module `torch`.
 
     Returns:
-        A tuple of three: the tensors by name; the key that they were under, e.g. "state_dict", with
-        dots between nested keys, or None; and a text "KEY (TYPE)", with dots in KEY likewise, for
-        each entry that is left out: those beside the dictionary of the tensors, and None, booleans,
-        numbers and text in it.
+        A tuple of three.
+
+        * The tensors by name. If several dictionaries hold tensors, `_container` chooses one.
+        * The key that they were under, e.g. "state_dict", with dots between nested keys. None if
+            `value` itself is the dictionary of the tensors.
+        * A text "KEY (TYPE)", with dots in KEY likewise, for each entry that is left out: those
+            beside the dictionary of the tensors, and None, booleans, numbers and text in it.
 
     Raises:
         InputError: If the value is not a dictionary with tensors, if too many dictionaries lie
@@ -376,9 +381,10 @@ def _write_sana(file: Path, out: Path, base: Path, tensors: Tensors) -> dict[str
 
     Returns:
         A part of the result of `convert`: "kind" ("sana"), "tensors" (the number of tensors that
-        were written), "bytes" (the size of their file), "parameters" (their number), "ffn" ("conv"
-        or "linear", the layers of the native MLPs), "ignored" (names of tensors that the network
-        does not need) and "config" (the content of the transformer's config.json).
+        were written), "bytes" (the size of their file), "parameters" (the number of values in these
+        tensors), "ffn" (the layers of the MLPs in the checkpoint: "conv", 1x1 convolutions, or
+        "linear", linear layers), "ignored" (names of tensors that the network does not need) and
+        "config" (the content of the transformer's config.json).
 
     Raises:
         InputError: If `base` or the tensors do not fit the network, or if `out` holds files that
@@ -445,8 +451,8 @@ def _check_directory(out: Path, names: set[str]) -> None:
         names: The paths, within it, of the files that it will contain, e.g. "vae/config.json".
 
     Raises:
-        InputError: If `out` or a folder in it contains another file, or if `out` is a file or ends
-            in .safetensors.
+        InputError: If `out` or a folder in it contains another file (other folders without files
+            are accepted), or if `out` is a file or ends in .safetensors, as files do.
     """
     if out.suffix == ".safetensors" or (out.exists() and not out.is_dir()):
         raise InputError(f"--out {out}: a native SANA checkpoint becomes a directory; name one")
@@ -462,12 +468,12 @@ def _check_directory(out: Path, names: set[str]) -> None:
 def _copy(source: Path, target: Path) -> None:
     """Copies a file, and creates the directories above the copy.
 
-    A safetensors file becomes a hard link where possible, which takes no space. Otherwise the
-    content is copied, and synced to the disk.
+    If `target` ends in .safetensors, it becomes a hard link to the file where possible, which takes
+    no space. Otherwise the content is copied, and synced to the disk.
 
     Args:
-        source: The file to copy.
-        target: The path of the copy.
+        source: The file to copy. If it is a link, the file that it leads to is copied.
+        target: The path of the copy, which should not exist yet.
 
     Raises:
         OSError: If the copy cannot be written to the disk.
@@ -537,15 +543,17 @@ def command(file: Path, out: Path, base: Path | None, force: bool, as_json: bool
     Args:
         file: The pickle to read.
         out: The safetensors file to write, or for a native SANA checkpoint a directory.
-        base: For a native SANA checkpoint, the directory of a SANA pipeline of equal width, of
-            which all components but the transformer are copied to `out`. None for all other files.
+        base: The directory of a SANA pipeline of equal width, of which all components but the
+            transformer are copied to `out`. Required for a native SANA checkpoint, and None for all
+            other files.
         force: Whether existing files are replaced.
         as_json: Whether to print the result of `convert` as one line of JSON in place of text.
 
     Raises:
         InputError: If a path cannot be used or exists without `force`, PyTorch is missing or too
-            old, reading the file might run code, or the dictionary of the tensors holds more than
-            tensors and plain values, or (for SANA) other tensors than the network's.
+            old, reading the file might run code, `base` is missing or given for another kind of
+            file, the dictionary of the tensors has entries other than tensors and plain values, or
+            the tensors of a native SANA checkpoint do not fit the network.
         RunError: If the result cannot be written to the disk.
     """
     summary = convert(file, out, base, force=force)

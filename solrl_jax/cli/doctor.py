@@ -122,18 +122,19 @@ def machine() -> dict[str, Any]:
         * "versions": the versions of this package, Python and the packages that it needs, by name.
         * "extras": by the name of each optional extra of this package, whether it is installed.
         * "devices": "count" (of all hosts), "memory" (bytes of one; on a CPU, of the machine),
-          "platform", "kind" and "capability" (of CUDA; (0, 0) for all others).
-        * "formats" and "auto": by the name of each number format whether the device runs it
-          natively, and the name of the one that "auto" stands for here.
+            "platform", "kind" and "capability" (of CUDA; (0, 0) for all others).
+        * "formats": by the name of each number format, whether the device runs it natively.
+        * "auto": the name of the format that the setting "auto" stands for on this device.
         * "cudnn": the version of cuDNN; None without it.
         * "checks": by the name of each tested kernel None if it is correct, else the problem; {}
-          without an NVIDIA GPU.
+            without an NVIDIA GPU.
         * "warnings": sentences on known faults of this cuDNN.
-        * "hub" and "prompt_cache": the directories of downloads and of encoded prompts, each with
-          "folder", "free" (bytes) and "writable". "hub" also has "offline": whether downloads are
-          switched off.
+        * "hub" and "prompt_cache": the directories of downloads and of encoded prompts (the default
+            one), each with "folder", "free" (bytes) and "writable". "hub" also has "offline":
+            whether an environment variable (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE) forbids
+            downloads.
         * "missing": messages: JAX does not see an NVIDIA GPU that is there, or a GPU has no cuDNN
-          or one that is too old.
+            or one that is too old.
 
     Raises:
         InputError: If the user has no home directory.
@@ -196,13 +197,14 @@ def find_missing(config: Config) -> dict[str, Any]:
 
         * "preset": its name.
         * "weights": bytes of "transformer", "text encoders" and "vae" (`check_sizes`); empty if the
-          model is unknown or cannot be trained on this machine.
-        * "downloads": names of the hub repositories that the first start will download. If
-          downloads are switched off, "missing" has them too.
+            model is unknown or cannot be trained on this machine.
+        * "downloads": names of the hub repositories that the first start will download. If an
+            environment variable (HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE) forbids downloads,
+            "missing" has them too.
         * "judges": for each judge that answers, by its name, a line with its address and what it
-          supports.
+            supports.
         * "adapted": a line for each setting that is lowered because a prompt file has fewer
-          prompts.
+            prompts.
         * "missing": a message for each problem.
     """
     missing: list[str] = []
@@ -324,12 +326,13 @@ def proposal(config: Config) -> dict[str, Any]:
         config: The configuration: a preset with its overrides.
 
     Returns:
-        A dict with four entries. "settings": a list of `key=value` that differ from `config`.
-        Training with `mesh=auto` would not change settings that an override names, but the list has
-        them too. "planned": the bytes of one device that a plan in the package needs with these
-        settings; None if they are a guess or nothing is proposed. "seconds": lower bounds from that
-        plan, by the name of the phase of an iteration; {} without a plan, or if it is for another
-        kind of device. "reason": a line on where the settings come from, or why there are none.
+        A dict with four entries. "settings": a list of `key=value` that differ from `config`, [] if
+        nothing is proposed or nothing differs. Training with `mesh=auto` would not change settings
+        that an override names, but the list has them too. "planned": the bytes of one device that a
+        plan in the package needs with these settings; None if they are a guess or nothing is
+        proposed. "seconds": lower bounds from that plan, by the name of the phase of an iteration;
+        {} without a plan, or if it is for another kind of device. "reason": a line on where the
+        settings come from, or why there are none.
     """
     here = api.this_machine()
     chosen = proposals.propose(config, here, proposals.load_records())
@@ -357,9 +360,10 @@ def check_sizes(config: Config) -> dict[str, int]:
         are loaded, each as a whole, however many devices share it.
 
     Raises:
-        InputError: If the model is unknown here, its settings or the mesh are not possible, or a
-            device's share of the transformer, or one array of training, is larger than the memory
-            for it (`check_memory`).
+        InputError: If the model's configuration files are neither on this machine nor in this
+            package, the settings or the mesh are not possible, or a device's share of the
+            transformer, or one array of training, is larger than the memory for it
+            (`check_memory`).
     """
     pipeline = open_configurations(config.model.path, mhla=mhla_override(config.model))
     dtype = DTYPES[config.rollout.precision]
@@ -403,7 +407,8 @@ def _check_weights(path: str) -> None:
 
 
 def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
-    """Returns where the released weights of the rewards that a configuration uses come from.
+    """Returns where the released weights of the rewards that a configuration uses come from: the
+    rewards for training, for evaluations only, and for ranking candidates.
 
     Args:
         config: The configuration.
@@ -443,9 +448,9 @@ def _reward_downloads(config: Config) -> list[str]:
         config: The configuration.
 
     Returns:
-        The names of the repositories that are not completely in the local cache: those that
-        `reward.paths` names (OWNER/NAME, unless there is such a directory), and the released ones
-        of rewards that it does not name. Rewards with converted files (`Converted`) have none.
+        The names, each once, of the repositories that are not completely in the local cache: those
+        that `reward.paths` names (OWNER/NAME, unless there is such a directory), and the released
+        ones of rewards that it does not name. Rewards with converted files (`Converted`) have none.
     """
     used = _reward_sources(config)
     paths = config.reward.paths

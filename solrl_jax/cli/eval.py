@@ -196,10 +196,16 @@ def command(
 
 
 def _is_policy(text: str) -> bool:
-    """Whether an argument names a run or a directory, although it has a "=" as settings do.
+    """Whether an argument names an existing run (a directory with `config.yaml`) or another
+    directory that exists, although it has a "=" as settings do.
 
     Args:
         text: The argument, a path in which `~` is expanded, or the URL of a run.
+
+    Raises:
+        StoreError: If the object store of a URL refuses or cannot be reached.
+        InputError: If a URL has no bucket, or the package that reads its store is not installed.
+        ValueError: If `text` begins with the `~USER` of a user that does not exist.
     """
     path = expand_home(text)
     try:
@@ -221,8 +227,8 @@ def _eval_only_override(config: Config, names: str | None) -> tuple[str, ...]:
             given.
 
     Returns:
-        A tuple of one override, e.g. ('reward.eval_only=["shapes"]',). An empty tuple for None,
-        which keeps the setting of the configuration.
+        A tuple of one override, e.g. ('reward.eval_only=["shapes"]',), whose list is empty if all
+        names are dropped. An empty tuple for None, which keeps the setting of the configuration.
 
     Raises:
         InputError: If a name is empty.
@@ -255,8 +261,8 @@ def _evaluate(experiment: Experiment, adapters: Trainable) -> Evaluation:
 
     Raises:
         InputError: If the prompts cannot be encoded, or a user's reward inside JAX fails.
-        RunError: If a reward outside of JAX fails and `reward.on_failure` is "stop", or fails 32
-            times in a row, or if the cache of prompts cannot be written.
+        RunError: If a reward outside of JAX fails and `reward.on_failure` is "stop" (with "skip",
+            only if 32 calls in a row fail), or if the cache of prompts cannot be written.
     """
     config = experiment.config.eval
     with bar(config.num_prompts * config.num_images_per_prompt, "evaluate") as progress:

@@ -97,8 +97,9 @@ def _write(out: Path, generation: Generation, prompts: Sequence[str]) -> None:
 
     Images are written as `00000.png` and so on, with `grid.png`. Clips are written as animated
     WebP, `00000.webp` and so on, with `grid.webp`; their `grid.png` shows the first frames. Also
-    writes the arrays of `generation`, float32, as `images.npy` (values in [0, 1]) and `latents.npy`
-    (the initial noise). Existing files are replaced.
+    writes the arrays of `generation`, float32: `images.npy`, [N, height, width, 3] or [N, frames,
+    height, width, 3] with values in [0, 1], and `latents.npy`, the initial noise, [N, C, h, w] or
+    [N, C, t, h, w]. Existing files are replaced.
 
     Args:
         out: The directory. It is created if necessary.

@@ -161,8 +161,9 @@ def with_options(message: str, command: click.Command) -> str:
     """Rewrites an error message so that it names options of the command line, not Python arguments.
 
     For example, `num_steps=0: ...` becomes `--num-steps=0: ...`, and `force=True` becomes
-    `--force`. A name without a value is rewritten only at the beginning of the message. Names of
-    configuration fields, such as `reward.timeout`, are not changed.
+    `--force`. The name of a flag is rewritten only with `=True`, and that of another option without
+    a value only at the beginning of the message. Names of configuration fields, such as
+    `reward.timeout`, are not changed.
 
     Args:
         message: The message of the error.
@@ -197,7 +198,8 @@ def main() -> None:
     it was), ends `signals.block`, and makes standard streams accept any text.
 
     Raises:
-        SystemExit: With code 1, 2 or 130, if the command did not succeed. A user's function that
+        SystemExit: If the command did not succeed: with code 2 (bad input), 130 (interrupted) or 1
+            (any other failure, see `describe_failure`). A user's function, such as a reward, that
             raises SystemExit with a code other than 1 and 130, even 0, is a failure with code 1.
         BaseException: An unforeseen error as it is, if the environment variable SOLRL_TRACEBACK is
             set.
@@ -311,7 +313,8 @@ def fail(message: str, code: int) -> NoReturn:
     Args:
         message: The message. It is brought into one line and cut to 10,000 characters
             (`MAX_MESSAGE`), and user names and passwords in URLs become "***".
-        code: The exit code of the process: 1, 2 or 130.
+        code: The exit code of the process: 2 (bad input), 130 (interrupted) or 1 (any other
+            failure).
 
     Raises:
         SystemExit: Always, with `code`.

@@ -19,16 +19,17 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 class _Path(click.Path):
     """The click type of an option that is a path. A leading `~` is expanded.
 
-    Unlike `click.Path`, it also refuses an empty path. The URL of a directory in an object store
-    becomes a `StorePath` if the type was created with `is_run=True` (`RUN_PATH`), and is refused
-    otherwise.
+    The value is a `pathlib.Path`, which need not exist. Unlike `click.Path`, it also refuses an
+    empty path. The URL of a directory in an object store becomes a `StorePath` if the type was
+    created with `is_run=True` (`RUN_PATH`), and is refused otherwise.
     """
 
     def __init__(self, *, is_run: bool = False) -> None:
-        """Creates the type.
+        """Creates the click type of an option that is a path.
 
         Args:
-            is_run: Whether the path is a run directory, which may be in an object store.
+            is_run: Whether the option is for a run directory, which may be in an object store. If
+                not, URLs of object stores are refused.
         """
         super().__init__(path_type=Path)
         self._is_run = is_run
@@ -42,13 +43,16 @@ class _Path(click.Path):
             ctx: The context of click, for error messages.
 
         Returns:
-            A `StorePath` if the text begins with gs:// or s3://, otherwise a `pathlib.Path`.
+            A `StorePath` if the text begins with gs:// or s3://, otherwise a `pathlib.Path`, which
+            need not exist.
 
         Raises:
             click.BadParameter: If the text is empty, contains a null character, begins with the
                 `~USER` of a user that does not exist, or names a file or directory that may not be
-                read; or if it is the URL of an object store and the path is not a run directory.
-            InputError: If the path is a run directory, and the text is a URL without a bucket.
+                read; or if it is the URL of an object store, and this type was created without
+                `is_run=True`.
+            InputError: If this type was created with `is_run=True`, and the text is the URL of an
+                object store without a bucket.
         """
         if value == "":
             self.fail("expected a path; an empty one would be the working directory", param, ctx)
@@ -79,7 +83,8 @@ class _Target(click.ParamType):
             The text, in which the home directory takes the place of `~` or `~USER`.
 
         Raises:
-            click.BadParameter: If there is no such user, or the text contains a null character.
+            click.BadParameter: If there is no such user or no home directory, or the text contains
+                a null character.
         """
         if isinstance(value, str) and "\0" in value:
             self.fail(f"{value!r}: no name can hold a null character", param, ctx)
@@ -127,8 +132,8 @@ def iterations(
             option was not given.
 
     Returns:
-        All numbers in their order, e.g. (3, 10, 20). Whether there are such iterations is not
-        checked.
+        All numbers in their order, with repetitions, e.g. (3, 10, 20). Whether there are such
+        iterations is not checked.
 
     Raises:
         click.BadParameter: If a part is not a whole number of one to nine digits.

@@ -173,7 +173,7 @@ def _parse_numbers(name: str, text: str | None) -> list[int]:
         The numbers. An empty list for None.
 
     Raises:
-        InputError: If an entry is not an integer of one to nine digits, or is empty.
+        InputError: If an entry is empty or is anything but one to nine digits, e.g. has a sign.
     """
     entries = _split(name, text)
     for entry in entries:

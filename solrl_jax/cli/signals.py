@@ -12,13 +12,16 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def block() -> None:
     """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread until the next call of `unblock`. Calls
-    are not counted: a single `unblock` ends several of them.
+    are not counted: a single `unblock` ends several of them. Threads that run already are not
+    affected.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
 def unblock() -> None:
-    """Ends `block` in this thread. Signals that were held back arrive at once."""
+    """Ends `block` in this thread. Signals that were held back arrive at once. Without `block`, the
+    call has no effect.
+    """
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
 
 
@@ -27,7 +30,8 @@ def blocked() -> Iterator[None]:
     """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread during a `with` statement.
 
     Signals that were held back arrive at its end. If two such statements are nested, signals arrive
-    at the end of the inner one, and the rest of the outer one holds back nothing.
+    at the end of the inner one, and the rest of the outer one holds back nothing. Threads that run
+    already are not affected.
     """
     block()
     try:

@@ -126,9 +126,10 @@ def closing_lines(summary: dict[str, Any], html_report: bool) -> str:
 
     Args:
         summary: The result of `api.train`. The function reads its entries "run" (the directory),
-            "before" and "after" (metrics of the evaluations before and after training) and
-            "trained_in_full" (the number of arrays that are trained in full; if it is above 0, the
-            policy is exported to a directory and not to a LoRA file).
+            "before" and "after" (metrics of the evaluations before and after training; if they lack
+            a score, the gain is "unknown") and "trained_in_full" (the number of arrays that are
+            trained in full; if it is above 0, the policy is exported to a directory and not to a
+            LoRA file).
         html_report: Whether the run wrote `report.html`. If not, the command that writes it is
             shown.
 
@@ -166,8 +167,9 @@ def describe_gain(before: dict[str, Any], after: dict[str, Any]) -> str:
     Returns:
         For the mean reward and for each score of strict success, its change and both values with
         standard errors, e.g. "held-out reward +0.120 (0.300 ± 0.010 -> 0.420 ± 0.012), strict
-        success +0.100 (...)". If any of these scores is missing or None, only a phrase that says
-        that the gain is unknown.
+        success +0.100 (...)". Several scores of strict success have this same label. If any of
+        these scores is missing or None in `before` or `after`, only a phrase that says that the
+        gain is unknown.
     """
     names = ["eval/reward", *(name for name in after if name.endswith("/strict"))]
     if any(row.get(name) is None for name in names for row in (before, after)):

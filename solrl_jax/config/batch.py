@@ -33,12 +33,15 @@ def effective_batch(config: Config, groups: int) -> dict[str, int]:
     Returns:
         A dict of counts:
 
-        * "terms": the terms of the iteration: prompts times kept samples times trained sigmas.
+        * "terms": the terms of the iteration: its prompts times kept samples per prompt times
+            trained sigmas.
         * "optimizer_steps": the optimizer steps of the iteration, `optimizer.steps_per_iteration`.
-        * "terms_per_step": the terms of one optimizer step, on all devices together.
-        * "terms_per_step_per_device": the same on one device, rounded up.
+        * "terms_per_step": the terms of one optimizer step, on all devices together. A `Config`
+            ensures that the steps divide the terms evenly.
+        * "terms_per_step_per_device": the same in one of the `groups` parts, rounded up.
         * "accumulation": the number of batches, each of at most `optimizer.per_device_batch_size`
-          terms, over which a device accumulates the gradient of one optimizer step.
+            terms, over which each of the `groups` parts accumulates the gradient of one optimizer
+            step.
     """
     steps = config.optimizer.steps_per_iteration
     batch_size = config.optimizer.per_device_batch_size

@@ -103,7 +103,8 @@ def current_value(key: str, value: Any) -> Any:
 
 
 def migrate_override(key: str, value: Any) -> tuple[str, Any]:
-    """Translates an override `key=value` that uses names of version 2, with a FutureWarning.
+    """Translates an override `key=value` that uses names of version 2 of the configuration, with a
+    FutureWarning.
 
     Args:
         key: The dotted name of a field or section, present or of version 2. It is not checked.
@@ -137,8 +138,8 @@ def migrate(tree: Any) -> Any:
         tree: The content as YAML gives it, a nested dict.
 
     Returns:
-        If `tree` has `version: 2`: a new dict with the present names, values (e.g. "matmuls" for
-        "products") and version; unknown names stay. Otherwise `tree` as it is.
+        If `tree` has `version: 2`: a new dict with the present names, values (e.g. "products"
+        becomes "matmuls") and version; unknown names stay. Otherwise `tree` as it is.
     """
     if not isinstance(tree, dict) or tree.get("version") != 2:
         return tree

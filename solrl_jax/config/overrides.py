@@ -48,7 +48,9 @@ class Overrides:
             the dotted name of a field, of a section, or of an entry such as
             "reward.weights.shapes". The value is parsed from YAML and not checked.
         choices: The files that are chosen for parts of a preset, e.g. {"model": "flux1"}. Parts are
-            "model", "family", "explore", "objective" and "reward".
+            "model", "family" (one of the paper's methods, e.g. "sol_rl"), "explore", "objective"
+            and "reward". A function, URL or entry point that is chosen for an objective or a reward
+            is in `settings` instead.
         problems: One message for each override that cannot be used.
     """
 
@@ -72,8 +74,8 @@ def quote_override(key: str, text: str) -> str:
 def parse_overrides(overrides: Sequence[str]) -> Overrides:
     """Parses overrides `key=value`. Errors are collected in the result and not raised.
 
-    Names of the previous version of the configuration are accepted, with a FutureWarning. Nothing
-    is imported.
+    Names of version 2 of the configuration, the previous one, are accepted, with a FutureWarning.
+    Nothing is imported.
 
     Args:
         overrides: The overrides; later ones win. Spaces around key and value are dropped, and an
@@ -81,11 +83,11 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
             field, of a section or of an entry such as "reward.weights.shapes", whose value is YAML
             ("rollout.kept=12"); text without quotes is taken as it is, "#" included. Or the key may
             be "model", "family", "explore", "objective" or "reward", and the value the name of a
-            file in this folder of `solrl_jax/configs/` ("model=flux1"). (If the value is a mapping,
-            "model" and "reward" name the sections instead, and the other three are refused,
-            "family" only by `build_config`.) "objective" and "reward" also accept a function
-            `module:function`, and "reward" the URL of a service or an entry point of another
-            package.
+            file in this folder of `solrl_jax/configs/` ("model=flux1"). "objective" and "reward"
+            also accept a function `module:function`, and "reward" the URL of a service or an entry
+            point of another package. A value that is a YAML mapping chooses no file: with "model"
+            and "reward" it sets fields of the section of this name, with "explore" and "objective"
+            it is a problem, and with "family" it is a setting that `build_config` refuses.
 
     Returns:
         The settings, the chosen files, and a message for each override that cannot be used. A
@@ -172,7 +174,8 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
             or a dict is replaced as a whole, and so is a section that is not a dict in `tree` or in
             `new`. Unknown names are copied too; nothing is checked.
         prefix: The dotted name of the section that `tree` and `new` are, with a dot at its end,
-            e.g. "rollout."; "" for the whole configuration.
+            e.g. "rollout."; "" for the whole configuration. By their dotted names, sections are
+            told from fields that are dicts.
     """
     for key, value in new.items():
         name = f"{prefix}{key}"
@@ -193,8 +196,9 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
             may contain dots. Below `reward.options`, however, the last dot separates the reward
             from its option unless the value is a dict. The key may also name a section, whose other
             fields stay. An unknown name is added, and `build_config` refuses it. If an earlier
-            override put a value that is not a dict in place of the section, nothing happens,
-            because `build_config` refuses that value.
+            override put a value that is not a dict in place of a section that contains the field
+            (e.g. "rollout=3" before "rollout.kept=12"), nothing happens, because `build_config`
+            refuses that value.
         value: The new value, which is copied and not checked; for a section a dict of fields
             (anything else replaces the section).
     """

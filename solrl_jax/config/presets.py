@@ -35,8 +35,8 @@ def preset_names() -> list[str]:
     """Returns the names of all presets.
 
     First those that have a YAML file of their own, e.g. "tiny", sorted; then all combinations
-    MODEL_FAMILY_REWARD of the released models, e.g. "sana_sol_rl_pickscore", in the order of
-    `released_models`, `FAMILIES` and `REWARDS`.
+    MODEL_FAMILY_REWARD of the released models, e.g. "sana_sol_rl_pickscore", ordered by model
+    (`released_models`), then by family (`FAMILIES`), then by reward (`REWARDS`).
     """
     return [*preset_files(), *_combined_presets()]
 
@@ -71,8 +71,8 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
 
     A preset combines files of `solrl_jax/configs/`: one each for the model, the family, the
     exploration, the objective and the reward, and then its own file if it has one; later ones win.
-    Field names of the previous version are accepted, with a FutureWarning. Nothing is imported or
-    loaded.
+    Field names of version 2 of the configuration, the previous one, are accepted, with a
+    FutureWarning. Nothing is imported or loaded.
 
     Args:
         preset: The name of the preset, e.g. "tiny" or "sana_sol_rl_pickscore".
@@ -120,11 +120,13 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
         config: The configuration. It is not changed.
         overrides: Texts `key=value`; later ones win. A key is the dotted name of a field, with a
             value in YAML ("rollout.kept=12"). "explore=NAME" sets the fields of a file in
-            `solrl_jax/configs/explore/`; explicit fields win over it. It also updates the model's
-            quantization rules, unless the user has changed them. Other files are refused:
-            "objective=nft", for instance, is an error (set the field `algorithm.objective`). But
-            "objective" and "reward" may name e.g. a user's function (`parse_overrides`). Field
-            names of the previous version are accepted, with a FutureWarning.
+            `solrl_jax/configs/explore/`; explicit fields win over it. "explore=NAME" also sets
+            `model.quantization` to the rules that a preset of the model has with this file, unless
+            the present rules are those of no such file (the user has then changed them). No other
+            file can be chosen: "objective=nft", for instance, is an error (set the field
+            `algorithm.objective`). With "objective" and "reward", only a function or service
+            outside of the package can be chosen (`parse_overrides`). Field names of version 2 of
+            the configuration, the previous one, are accepted, with a FutureWarning.
 
     Returns:
         The new configuration, checked.
@@ -166,13 +168,13 @@ def _check_texts(*arguments: object) -> None:
 
 
 def preset_rows() -> list[dict[str, str]]:
-    """Returns the table of all presets, one row per preset.
+    """Returns the table of all presets, one row per preset in the order of `preset_names`.
 
     Returns:
-        Dicts of text by the name of the column: "preset", "model", "family", "reward" (several
-        names joined by "+"), "candidates" ("24-in-96": 24 of 96 are kept), "explore" (e.g. "nvfp4,
-        6 steps") and "train on" (e.g. "bf16, 10 steps": how samples are regenerated; "the explored
-        samples" if they are not).
+        Dicts of text by the name of the column: "preset", "model", "family" (the method, e.g.
+        "sol_rl"), "reward" (several names joined by "+"), "candidates" ("24-in-96": 24 of 96 are
+        kept), "explore" (e.g. "nvfp4, 6 steps") and "train on" (e.g. "bf16, 10 steps": how samples
+        are regenerated; "the explored samples" if they are not).
     """
     return [_preset_row(resolve(name)) for name in preset_names()]
 
@@ -184,10 +186,10 @@ def _preset_row(config: Config) -> dict[str, str]:
         config: The configuration of the preset.
 
     Returns:
-        Text by the name of the column: "preset", "model", "family", "reward" (several names joined
-        by "+"), "candidates" ("24-in-96": 24 of 96 are kept), "explore" (e.g. "nvfp4, 6 steps") and
-        "train on" (e.g. "bf16, 10 steps": how samples are regenerated; "the explored samples" if
-        they are not).
+        Text by the name of the column: "preset", "model", "family" (the method, e.g. "sol_rl"),
+        "reward" (several names joined by "+"), "candidates" ("24-in-96": 24 of 96 are kept),
+        "explore" (e.g. "nvfp4, 6 steps") and "train on" (e.g. "bf16, 10 steps": how samples are
+        regenerated; "the explored samples" if they are not).
     """
     rollout = config.rollout
     explore = rollout.explore
@@ -213,7 +215,7 @@ def _apply_files(
 
     Conditional settings of a file, such as `family=sol_rl: {rollout: ...}` under `when`, only apply
     if the named file was chosen for the named part. They are copied after the other settings of all
-    files, in the order of the files.
+    files, in the order of the files. The key `when` itself is not copied.
 
     Args:
         tree: The configuration as nested dicts. It is changed.
@@ -222,8 +224,8 @@ def _apply_files(
             with which conditions are compared.
 
     Raises:
-        ConfigError: If a condition names a file that does not exist, or a part that is not in
-            `parts`.
+        ConfigError: If a condition names a file that is not in `solrl_jax/configs/`, or a part that
+            is not in `parts`.
     """
     for content in files.values():
         merge(tree, {key: value for key, value in content.items() if key != "when"})

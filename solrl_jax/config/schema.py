@@ -110,7 +110,7 @@ class Quantization(Section):
     """Which linear layers are quantized for exploration, if its number format quantizes.
 
     A layer is quantized unless one of the first two fields excludes it. The defaults are those of
-    the paper's authors for SANA.
+    the authors of Sol-RL for SANA.
 
     Attributes:
         modules_to_not_convert: Texts. A layer whose parameter path contains one of them is not
@@ -150,8 +150,9 @@ class Model(Section):
         path: The weights: a directory in the layout of diffusers, the name of a repository on the
             Hugging Face Hub, which is downloaded unless it is in the hub's cache, or
             "embedded:NAME" for a pipeline inside this package.
-        height: Image height in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
-        width: Image width in pixels, 1 to 16384, unless `rollout.size` or `eval.size` is set.
+        height: Image height in pixels, 1 to 16384. `rollout.size` replaces height and width in
+            training, and `eval.size` in evaluations.
+        width: Image width in pixels, 1 to 16384.
         frames: The number of frames of clips, 1 to 16384, where a size gives only height and width.
             Video models require it. None: the model makes images.
         max_sequence_length: The number of tokens that prompts are padded or cut to, 1 to 2048.
@@ -212,20 +213,22 @@ class Explore(Section):
             and their solver coefficients are fitted to samples of the base model.
         exact_steps: The number of steps at the beginning that run in `rollout.precision` instead,
             at least 0 and less than `num_steps`. No effect if `precision` does not quantize. If
-            regeneration has the same first steps and they add no noise, it usually takes over their
-            latents and starts after them (`rl.explore.continuation`).
+            regeneration has the same first steps and `rollout.noise_level` is 0, regeneration
+            starts from the latents after these steps, but not after several steps of the solver
+            "dpm2", nor if a state within them may be trained on (`rl.explore.continuation`).
         correction_rank: The rank of an unquantized low-rank branch beside each quantized matmul, as
             in SVDQuant, 0 to 4096. 0: no branch.
         attention: "default": softmax attention runs in the training precision. "fp8": it runs in
-            FP8 (E4M3), for FLUX.1, FLUX.2, SD3 and Wan, with a `precision` that quantizes.
+            FP8 (E4M3) if `precision` quantizes. Only FLUX.1, FLUX.2, SD3 and Wan accept "fp8".
         min_rank_correlation: The smallest accepted Spearman correlation, from -1 to 1, between the
             rewards of a prompt's kept samples in exploration and after regeneration, averaged over
             the prompts of an iteration. If the median over the last 3 iterations is below it, the
             run makes exploration more faithful: first with all solver steps, then in FP8 (if that
-            is finer), then in the training precision, one change at a time. After 10 iterations
-            with the same setting, if the median is high enough, the run undoes the last change as a
-            trial. Each time that a trial fails, the number of iterations before the next one
-            doubles. None: nothing is changed. It needs `rollout.regenerate`, and `reward` None.
+            is finer than `precision`), then in the training precision, one change at a time. After
+            10 iterations with the same setting, if the median is high enough, the run undoes the
+            last change as a trial. Each time that a trial fails, the number of iterations before
+            the next one doubles. None: nothing is changed. It needs `rollout.regenerate`, and
+            `reward` None.
         reward: Weights of other scores that rank the candidates, by name, for use if those in
             `reward.weights` are too slow or too expensive for all candidates. The kept samples are
             scored by `reward.weights` in any case. None: `reward.weights` ranks the candidates. It
@@ -250,7 +253,7 @@ class Rollout(Section):
     exactly.
 
     Attributes:
-        candidates: N, the number of candidates per prompt, at least 1.
+        candidates: N, the number of candidates per prompt, at least `kept`.
         kept: K, the number of candidates per prompt that are trained on, from 2 to `candidates`. It
             must be even with "best_worst".
         selection: Which candidates are kept, by their explored reward. "best_worst": the K/2 best
@@ -268,12 +271,13 @@ class Rollout(Section):
         solver: An ODE solver: "euler", or "dpm1" and "dpm2" (DPM-Solver++ of first and second
             order). Or a stochastic one: "ddim", "flow_sde" (Flow-GRPO), "dance_sde" (DanceGRPO) or
             "cps" (Flow-CPS). Evaluations add no noise.
-        noise_level: How much noise a stochastic solver adds, from 0 to 1 (eta in DDIM). Must be 0
-            with an ODE solver, and with `explore.sigmas="first"`.
+        noise_level: How much noise a stochastic solver adds, from 0 for none to 1 (eta in DDIM).
+            Must be 0 with an ODE solver, and with `explore.sigmas="first"`.
         sde_window_size: The number of consecutive steps that add noise (the window of MixGRPO), at
             least 1 and less than `num_steps`. None: all steps but the last add noise.
         sde_window_every: The number of iterations after which the window moves on by one step, at
-            least 1. From its last place it moves back to the first step.
+            least 1. From its last place, where it ends before the last step, it moves back to the
+            first step.
         schedule: How sigmas (noise levels, from 1 for pure noise down to 0) are spaced: "linear"
             equally and then shifted; "sd3" as the released scheduler of SD3 does, which shifts
             twice; "flux" equally, with a shift that follows from the image size.
@@ -332,8 +336,8 @@ class Rollout(Section):
 
         Raises:
             ConfigError: If `kept` is above `candidates`, or odd with `selection="best_worst"`; if
-                one of the two fields of `explore` is set without `regenerate`; if both are set; or
-                if a name in `explore.reward` is a URL with a user name, a password or a token.
+                one of these two fields of `explore` is set without `regenerate`, or both are set;
+                or if a name in `explore.reward` is a URL with a user name, a password or a token.
             ValueError: If such a name is an invalid URL.
         """
         if self.kept > self.candidates:
@@ -450,7 +454,7 @@ class Rollout(Section):
 
 
 def _default_weights() -> dict[str, float]:
-    """Returns the default of `reward.weights`: PickScore with weight 1."""
+    """Returns the default of `reward.weights`, a new {"pickscore": 1.0}."""
     return {"pickscore": 1.0}
 
 
@@ -458,22 +462,24 @@ def _default_weights() -> dict[str, float]:
 class Reward(Section):
     """The reward: a weighted sum of named scores, and how they are computed.
 
-    A score is named by its reward: a name in the package such as "pickscore", "judge-NAME", a
-    function `module:function`, an entry point of another package, or the URL of a service. If a
-    reward has several scores, one has the name of the reward, and the others are named
-    "REWARD/SCORE", e.g. "geneval/strict". Services, judges, functions that are given images, and
-    "ocr", "geneval" and the "jpeg_" rewards of the package are rewards outside JAX, which worker
-    processes compute.
+    A score is named by its reward: a name in the package such as "pickscore", a judge "judge" or
+    "judge-NAME", a function `module:function`, an entry point of another package, or the URL of a
+    service. If a reward has several scores, one has the name of the reward, and the others are
+    named "REWARD/SCORE", e.g. "geneval/strict". Services, judges, functions that score images
+    (functions without required arguments build a `solrl_jax.Reward` inside JAX instead), and "ocr",
+    "geneval" and the "jpeg_" rewards of the package are rewards outside JAX, which worker processes
+    compute.
 
     Attributes:
-        weights: The weight of each score by its name, at least one. Weights may be negative.
+        weights: The weight of each score by its name, at least one; {"pickscore": 1.0} by default.
+            Weights may be negative.
         paths: Directories or hub repositories of released reward models, by the name of the reward,
             or of a part of it such as "pickscore/tokenizer". Without an entry, it is the released
             repository, or for "hpsv2", "imagereward" and "aesthetic" a file in the working
             directory's folder `weights` that `solrl convert` makes from a released pickle.
             Repositories are downloaded unless they are in the hub's cache.
-        options: Keyword arguments of functions and of rewards outside JAX, by the name of the
-            reward, e.g. {"ocr": {"threads": 2}}.
+        options: Keyword arguments of users' functions and of rewards outside JAX, by the name of
+            the reward, e.g. {"ocr": {"threads": 2}}.
         eval_only: Names of scores that evaluations compute in addition and that are not trained on.
             They reveal reward hacking.
         workers: The number of processes per host, 1 to 256, that compute rewards outside JAX.
@@ -548,16 +554,17 @@ class Algorithm(Section):
         objective: The loss: "nft", "awm", "opsd", "refl", "draft", "dpo", "flow_grpo", "mix_grpo",
             "dance_grpo", "flow_cps", "grpo_guard" or "flow_dppo", or a function of yours as
             `module:function`.
-        beta: Above 0, for three objectives. nft and opsd: how far the implicit positive policy lies
-            from the old policy towards the trained one (1: it is the trained one). dpo: the
-            strength of the preference.
+        beta: Above 0, for three objectives. nft and opsd: the policy `old + beta * (trained - old)`
+            is fitted to good samples or targets, and `old - beta * (trained - old)` to bad ones.
+            dpo: the strength of the preference.
         kl_coef: The weight in the loss, at least 0, of the distance to the base model (usually the
             mean squared difference of the predicted velocities).
-        kl_fraction: The fraction of the loss terms, above 0 and at most 1, for which that distance
-            is computed, to save time. They are drawn at random and scaled up. Their number in a
-            micro-batch of `optimizer.per_device_batch_size` terms is rounded up. For example, 0.25
-            computes the distance for one term in micro-batches of 2, and for every term in
-            micro-batches of 1. Must be 1 with dpo and with functions of yours.
+        kl_fraction: The fraction of the loss terms, above 0 and at most 1, for which the distance
+            to the base model is computed, to save time. These terms are drawn at random, and their
+            distances are scaled up. Their number in a micro-batch of
+            `optimizer.per_device_batch_size` terms is rounded up. For example, 0.25 computes the
+            distance for one term in micro-batches of 2, and for every term in micro-batches of 1.
+            Must be 1 with dpo and with functions of yours.
         clip_range: Above 0, for flow_grpo, mix_grpo, dance_grpo, flow_cps, grpo_guard and awm: the
             probability ratio of the trained to the old policy is clipped to 1 +- this.
         kl_mask_threshold: Above 0, for flow_dppo: where the divergence of the trained from the old
@@ -567,9 +574,9 @@ class Algorithm(Section):
             level. Ignored if `last_steps` is set.
         last_steps: At least 1 and at most `rollout.num_steps`, for objectives on reward gradients
             (opsd, refl, draft, or yours): each sample is trained at the beginning of one of this
-            many last steps of its trajectory, drawn at random. Must be 1 for draft
-            (`objective=draft` sets it, `algorithm.objective=draft` does not). None: at the state
-            that `query_sigma` selects.
+            many last steps of its trajectory, drawn at random. Must be 1 for draft (the override
+            `objective=draft` of a preset sets it, the field `algorithm.objective` alone does not).
+            None: at the state that `query_sigma` selects.
         target_radius: Above 0, for opsd: how far the targets lie from the clean latents that the
             old policy predicts, as a fraction of their norm.
         target_steps: At least 1, for opsd: the number of steps along the gradient of the reward in
@@ -579,12 +586,15 @@ class Algorithm(Section):
         adv_mode: How the clipped advantages are changed. "all": not at all. "positive_only",
             "negative_only": those of the other sign become 0. "one_only": positive ones become 1,
             others 0. "binary": they are replaced by their sign.
-        global_std: Whether rewards are divided by their standard deviation over the whole iteration
-            (True) or over the samples of their own prompt (False).
+        global_std: Whether rewards, less the mean of their prompt, are divided by the standard
+            deviation over the kept samples of the whole iteration (True) or of their own prompt
+            (False). With `reward.combine="advantages"`, whose scores are divided by the latter
+            anyway: whether their sum is divided by its root mean square over the iteration.
         timestep_fraction: The share of the schedule's sigmas at which each sample is trained, above
             0 and at most 1. At least one sigma must result. They are drawn at random for each
-            sample. Objectives on transitions draw only from the steps that add noise. opsd, refl
-            and draft do not read it.
+            sample. Objectives on transitions (flow_grpo, mix_grpo, dance_grpo, flow_cps,
+            grpo_guard, flow_dppo, or yours) draw only from the steps that add noise. opsd, refl and
+            draft do not read it.
         decay_type: How slowly the old policy follows the trained one, 0 to 3. After each iteration
             the old policy becomes `d * old + (1 - d) * trained`, with a decay rate d. 0: d is 0, so
             the old policy becomes the trained one. 1: d grows by 0.001 per optimizer step of the
@@ -663,13 +673,13 @@ class Lora(Section):
     Attributes:
         rank: The rank of A and B, 1 to 4096.
         alpha: Adapters are scaled by alpha / rank; above 0.
-        target_modules: Regular expressions of parameter paths, at least one. A linear layer whose
-            whole path matches one of them gets an adapter. Each must match at least one linear
-            layer, and nothing else. The default is for SANA.
+        target_modules: Regular expressions of parameter paths, at least one. A linear layer gets an
+            adapter if the whole path of its kernel matches one of them. Each must match at least
+            one such kernel, and no other parameter. The default is for SANA.
         path: A LoRA file or directory to start from, of diffusers, PEFT, kohya, ai-toolkit or
             ComfyUI, with the same rank and alpha. None: training starts from the base model.
-        skip_text_encoders: Whether adapters of text encoders in that file are ignored. If not, a
-            file with such adapters is refused.
+        skip_text_encoders: Whether adapters of text encoders in the file `path` are ignored. If
+            not, a file with such adapters is refused.
     """
 
     rank: Annotated[Integer, Field(ge=1, le=2**12)] = 32
@@ -686,7 +696,8 @@ class Lora(Section):
 class Optimizer(Section):
     """AdamW, and how the loss of an iteration is divided among its steps.
 
-    The loss is a sum of terms, one per kept sample and trained sigma.
+    The loss has one term per kept sample and trained sigma. Each step minimizes the mean of its
+    terms.
 
     Attributes:
         learning_rate: The learning rate of the first step, above 0.
@@ -695,7 +706,8 @@ class Optimizer(Section):
         beta1: The decay rate of the first moment, at least 0 and below 1.
         beta2: The decay rate of the second moment, at least 0 and below 1.
         eps: Added to the root of the second moment, above 0.
-        weight_decay: The coefficient of the decoupled weight decay, at least 0.
+        weight_decay: The coefficient of the decoupled weight decay, at least 0. Each step subtracts
+            it times the learning rate times the parameter.
         max_grad_norm: The gradient of an optimizer step is scaled down to this global norm if its
             own is larger; above 0.
         steps_per_iteration: The number of optimizer steps per iteration, at least 1. It must divide
@@ -719,11 +731,12 @@ class Optimizer(Section):
 class Prompts(Section):
     """The prompt sets.
 
-    A set is one of these: a text file with one prompt per line; a .json, .jsonl, .csv, .tsv or
-    .parquet file, with "FILE:COLUMN" to name the column of the prompts if it is not "prompt",
-    "caption" or "text"; "embedded:NAME" for a set of this package; or "hub:OWNER/DATASET" for a
-    data set on the Hugging Face Hub, which ":SPLIT" and ":COLUMN" may follow. A repeated prompt
-    counts once. Relative paths start at the working directory.
+    A set is one of these: a text file with one prompt per line; a .json, .jsonl, .ndjson,
+    .jsonlines, .csv, .tsv or .parquet file; "embedded:NAME" for a set of this package; or
+    "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set on the Hugging Face Hub, by default with the
+    split "train" or, without it, the only one. "FILE:COLUMN" names the column of the prompts in a
+    file. By default it is the first of "prompt", "Prompt", "Prompts", "caption" and "text" that the
+    file has. A repeated prompt counts once. Relative paths start at the working directory.
 
     Attributes:
         train: The prompts to train on.
@@ -743,12 +756,14 @@ class Train(Section):
             updates the policy.
         num_prompts: The number of prompts per iteration, at least 1. If the prompt set has fewer,
             it is reduced to the largest number, up to the size of the set, with which the
-            configuration is valid.
+            configuration is valid: `optimizer.steps_per_iteration` must divide the number of terms,
+            for instance.
         parameters: What is trained. "adapters": the LoRA adapters. "all": all parameters of the
-            transformer, without adapters. Any other text is a regular expression. Parameters whose
-            whole path matches it are trained in full, and the other targets of `lora` get adapters.
-            A path such as "transformer_blocks/attn2/to_k/kernel" stands for the layers of all
-            blocks. Parameters that `model.attention="mhla"` adds are trained in full in any case.
+            transformer, without adapters. Any other text is a regular expression. Parameters (at
+            least one) whose whole path matches it are trained in full, and the other targets of
+            `lora` get adapters. A path such as "transformer_blocks/attn2/to_k/kernel" stands for
+            the layers of all blocks. Parameters that `model.attention="mhla"` adds are trained in
+            full in any case.
     """
 
     iterations: PositiveInt = 1000
@@ -763,8 +778,9 @@ class Eval(Section):
     Attributes:
         every: The number of iterations between two evaluations, at least 0. The policy is also
             evaluated before the first and after the last iteration. 0: only then.
-        size: The (height, width) of the images in pixels, and for clips also the number of frames.
-            None: the size in the section `model`.
+        size: The (height, width) of the images in pixels, or (height, width, frames) for clips,
+            where `model.frames` replaces a missing number of frames. None: the size in the section
+            `model`.
         num_steps: The number of solver steps, 1 to 1000.
         num_prompts: The number of test prompts, from the first one on, at least 1. If the set has
             fewer, all of them are used.
@@ -773,7 +789,8 @@ class Eval(Section):
             compared image by image.
         num_grid_images: Each evaluation writes a grid of its images, and one of kept candidates of
             the training iteration that it follows. This is the largest number of images in the
-            first and of candidates in the second, up to four per prompt, 0 to 1024. 0: no grids.
+            first and of candidates in the second, 0 to 1024, with up to four per prompt in each. 0:
+            no grids.
     """
 
     every: NonNegativeInt = 50
@@ -811,7 +828,7 @@ class Mesh(Section):
     sequence: PositiveInt = 1
 
     def __post_init__(self) -> None:
-        """Checks `data`, which is the only field with two kinds of values.
+        """Checks `data`, which is a number of devices, or -1 for all that are left.
 
         Raises:
             ConfigError: If `data` is below 1 and not -1.
@@ -828,7 +845,8 @@ class Run(Section):
     Attributes:
         dir: The run directory: a path, gs://BUCKET/DIRECTORY or s3://BUCKET/DIRECTORY. "": presets
             use runs/PRESET-FAMILY-seedSEED.
-        checkpoint_every: The number of iterations between two checkpoints, at least 1.
+        checkpoint_every: The number of iterations between two checkpoints, at least 1. The last
+            iteration also saves one.
         keep_checkpoints: The number of checkpoints that are kept, the newest ones, at least 1.
         keep_best: The number of checkpoints with the best "eval/reward" that are kept in addition,
             at least 0. Above 0, every evaluation saves a checkpoint.
@@ -929,8 +947,8 @@ class Config(Section):
 
         Raises:
             ConfigError: If `algorithm.decay_type` is 2 while parameters are trained in full (also
-                those that "mhla" adds) and `rollout.precision` is "bf16", where the small moves of
-                the old policy would be rounded away.
+                those that `model.attention="mhla"` adds) and `rollout.precision` is "bf16", where
+                the small moves of the old policy would be rounded away.
         """
         only_adapters = self.train.parameters == "adapters" and self.model.attention != "mhla"
         # With a decay of 0.999 the old policy moves by a thousandth of the difference, which BF16
@@ -953,8 +971,8 @@ class Config(Section):
 
         Raises:
             ConfigError: If `mesh.sequence` is above 1 while `train.parameters` trains parameters in
-                full in BF16. Those that "mhla" adds are not considered, because SANA refuses "mhla"
-                with sequence parallelism when it is traced.
+                full in BF16. Those that `model.attention="mhla"` adds are not considered, because
+                SANA refuses "mhla" with sequence parallelism when it is traced.
         """
         in_full = self.train.parameters != "adapters"
         if self.mesh.sequence > 1 and in_full and self.rollout.precision == "bf16":
@@ -989,6 +1007,8 @@ class Config(Section):
     def _check_pairs(self) -> None:
         """Checks that an objective on pairs of samples gets whole pairs.
 
+        Whether the objective is on pairs is not checked. Terms are those of the loss (`num_terms`).
+
         Raises:
             ConfigError: If `rollout.kept`, `optimizer.per_device_batch_size` or the number of terms
                 per optimizer step is odd.
@@ -1006,7 +1026,10 @@ class Config(Section):
             raise ConfigError.of_field("optimizer.steps_per_iteration", steps, accepted)
 
     def _check_transitions(self) -> None:
-        """Checks that an objective on transitions gets enough solver steps that add noise.
+        """Checks that an objective on transitions, i.e. recorded steps of a stochastic solver, gets
+        enough steps that add noise.
+
+        Whether the objective is on transitions is not checked.
 
         Raises:
             ConfigError: If no step adds noise, more sigmas are trained than steps add noise, or the
@@ -1045,12 +1068,14 @@ class Config(Section):
     def _check_reward_gradients(self) -> None:
         """Checks that the gradient of the reward can be trained on.
 
+        Whether the objective trains on this gradient is not checked.
+
         Raises:
             ConfigError: If `rollout.regenerate` is false and `rollout.explore.precision` is not
                 "bf16" or "fp32"; if `reward.combine` is not "sum", the only one whose gradient is
                 taken; if `algorithm.last_steps` exceeds `rollout.num_steps`, or is not 1 for draft;
                 or if an objective `module:function` trains at more than one sigma, by
-                `algorithm.timestep_fraction`.
+                `algorithm.timestep_fraction` (those of the package always train at one).
         """
         purpose = f"for the reward gradients of algorithm.objective={self.algorithm.objective}"
         self._check_recording(purpose)

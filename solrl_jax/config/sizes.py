@@ -10,8 +10,8 @@ from solrl_jax.config.values import Size
 
 
 def model_size(config: Config) -> Size:
-    """Returns the size that the section `model` names: (height, width) in pixels, or (height,
-    width, frames) for clips.
+    """Returns the size of the section `model`: (height, width) in pixels or, if `model.frames` is
+    not None, (height, width, frames).
 
     It is the default for training and for evaluations.
 
@@ -27,7 +27,7 @@ def complete_size(size: Size, default: Size) -> Size:
     """Returns `size`, with the number of frames of `default` added if only `default` has one.
 
     Args:
-        size: (height, width) or (height, width, frames).
+        size: (height, width) in pixels, or (height, width, frames).
         default: A size, of which only the number of frames is read.
     """
     return size + tuple(default[len(size) :])
@@ -40,15 +40,18 @@ def training_sizes(config: Config) -> tuple[Size, ...]:
         config: The configuration.
 
     Returns:
-        The sizes in `rollout.size`, each with the number of frames of the section `model` unless it
-        has its own; or the size in the section `model` if `rollout.size` is None.
+        The sizes in `rollout.size`, (height, width) in pixels or (height, width, frames), each with
+        `model.frames` unless it has its own number of frames; or the size in the section `model`
+        alone if `rollout.size` is None.
     """
     default = model_size(config)
     return tuple(complete_size(size, default) for size in config.rollout.size or (default,))
 
 
 def largest_training_size(config: Config) -> Size:
-    """Returns the training size with the most pixels, counted over all frames.
+    """Returns the one of the `training_sizes` with the most pixels, counted over all frames.
+
+    It is (height, width) in pixels, or (height, width, frames). The first one wins a tie.
 
     Args:
         config: The configuration.
@@ -57,10 +60,10 @@ def largest_training_size(config: Config) -> Size:
 
 
 def evaluation_size(config: Config) -> Size:
-    """Returns the size of images or clips in evaluations.
+    """Returns the size of evaluations: (height, width) in pixels, or (height, width, frames).
 
-    It is `eval.size`, with the number of frames of the section `model` unless it has its own, or
-    the size in the section `model` if `eval.size` is None.
+    It is `eval.size`, with `model.frames` unless it has its own number of frames, or the size in
+    the section `model` if `eval.size` is None.
 
     Args:
         config: The configuration.

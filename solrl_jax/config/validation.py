@@ -38,7 +38,8 @@ def build_config(tree: Any, problems: Sequence[str] = ()) -> Config:
     """Builds a configuration from plain data, and checks it.
 
     Args:
-        tree: Nested dicts by section and field. Missing fields get their defaults.
+        tree: Nested dicts by section and field. Missing fields get their defaults; unknown ones are
+            a problem.
         problems: Messages on problems that the caller has found already, e.g. in overrides. They
             are reported together with those that are found here.
 
@@ -76,7 +77,8 @@ def describe_error(
 
     Returns:
         The message in one line, in which the value is cut to 80 characters; it is shown even if it
-        holds a secret. None for an error that only repeats another one.
+        holds a secret. None for "too short" of a value that is not empty: pydantic counts only its
+        valid items, and the others have errors of their own.
     """
     kind = error["type"]
     value = error["input"]
@@ -131,8 +133,9 @@ def section_names() -> frozenset[str]:
 def unknown_key_message(key: str) -> str:
     """Returns the error message for a dotted key that is not a field, with a proposal.
 
-    The proposal is the field with the most similar name, or a list of the fields of its section (of
-    the top level, if there is no such section).
+    The proposal is the field or section with the most similar dotted name or, if none is similar
+    (`suggest`), a list of the fields and subsections in the section of the key (of the top level,
+    if there is no such section).
 
     Args:
         key: The dotted key.

@@ -24,9 +24,10 @@ from pydantic import (
 class ConfigError(ValueError):
     """The error for a configuration that cannot be used.
 
-    The message is one line. For each invalid field it gives the name, the value (unless that may
-    hold a secret) and the accepted values, with "; " between fields. If several rules between the
-    fields of a section are broken, it reports only the first.
+    The message is one line. For each invalid field it gives the name, the value and the accepted
+    values, with "; " between fields. It leaves out the value where a URL is refused because it
+    seems to contain a secret (`contains_secret`). If several rules between the fields of a section
+    are broken, it reports only the first.
     """
 
     @classmethod
@@ -42,8 +43,8 @@ class ConfigError(ValueError):
 
 
 def brief_repr(value: Any) -> str:
-    """Returns `repr(value)` for error messages; a longer one is cut to 80 characters with "..." at
-    its end.
+    """Returns `repr(value)` for error messages; a text above 80 characters is cut to its first 77
+    and "...".
 
     Args:
         value: Any value.
@@ -55,7 +56,7 @@ def brief_repr(value: Any) -> str:
 def expand_home(path: str) -> str:
     """Returns a path in which the home directory takes the place of a leading `~` or `~USER`.
 
-    Shells do not expand it in an override such as `run.dir=~/runs/x`.
+    Shells do not expand the `~` in an override such as `run.dir=~/runs/x`.
 
     Args:
         path: The path, which need not exist. Without a leading `~` it is returned as it is.

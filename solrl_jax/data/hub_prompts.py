@@ -102,8 +102,9 @@ def fetch_files(reference: Reference, where: str) -> list[Path]:
     Raises:
         InputError: If the data set or the split does not exist or has no files of prompts, no split
             is named although there are several and none is "train", files of a numbered series are
-            missing, files are neither on the hub nor in the cache, or they have more than 4 GiB
-            together, which is checked before they are downloaded.
+            missing, files are neither on the hub nor in the cache, or the files of the split, in
+            the cache or not, have more than 4 GiB together, which is checked before they are
+            downloaded.
     """
     name = reference.repository
     sizes = _list_files(name, where)
@@ -131,13 +132,14 @@ def find_splits(files: Sequence[str], card: Mapping[str, Any]) -> dict[str, list
     (`DATA_ENDINGS`), without hidden files, files in hidden folders, and those that describe the
     data set, such as dataset_infos.json (`METADATA_FILES`).
 
-    If the data set's card declares its files by split (`configs` with `data_files`), the declared
-    patterns decide; splits without a matching file are left out. Otherwise only the files with the
-    most frequent ending count, and their names decide. If several endings are equally frequent, the
-    first in `DATA_ENDINGS` wins; ".json" and ".jsonl" are different endings.
-    "NAME-00000-of-00002.parquet" belongs to the split NAME (letters, digits, "_" and "." only),
-    and another file to the split that its path mentions, e.g. "val" for "validation". If no file
-    mentions a split, all belong to "train"; if only some do, the others are left out.
+    If the data set's card declares its files by split (`data_files` in its `configs`, of which only
+    the default one or else the first is read), the declared patterns decide; splits without a
+    matching file are left out. Otherwise only the files with the most frequent ending count, and
+    their names decide. If several endings are equally frequent, the first in `DATA_ENDINGS` wins;
+    ".json" and ".jsonl" are different endings. "NAME-00000-of-00002.parquet" belongs to the split
+    NAME (letters, digits, "_" and "." only), and another file to the split that a word of its path
+    mentions (`SPLIT_WORDS`), e.g. "val" for "validation". If no file mentions a split, all belong
+    to "train"; if only some do, the others are left out.
 
     Args:
         files: The paths of all files of the repository, with "/" between the parts.

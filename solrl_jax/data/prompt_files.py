@@ -65,13 +65,14 @@ def read_rows(file: Path, column: str | None, where: str) -> list[Row]:
         file: A .json, .jsonl, .ndjson, .jsonlines, .csv, .tsv or .parquet file. Any other file is
             read as text with one prompt per line.
         column: The name of the column, or the key of JSON objects, with the prompts. None: the
-            first of "prompt", "Prompt", "Prompts", "caption" and "text" that the file has. No
-            effect for text files.
+            first of "prompt", "Prompt", "Prompts", "caption" and "text" that the table or the first
+            JSON object has. No effect for text files, and for JSON items that are texts.
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        The rows in the order of the file, without blank lines and with repetitions; [] for a file
-        without prompts. (A blank .json file raises instead.)
+        The rows (text, metadata and position of each prompt) in the order of the file, without
+        blank lines and with repetitions; [] for a file without prompts. (A blank .json file raises
+        instead.)
 
     Raises:
         InputError: If the file cannot be read in this format, has no column with prompts, has a row
@@ -146,7 +147,8 @@ def _read_lines(text: str, where: str) -> list[Row]:
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        One row without metadata per line that is not blank.
+        One row without metadata per line that is not blank, with the text of the line without white
+        space around it.
 
     Raises:
         InputError: If the whole text, or its first line that is not blank, is a list or an object
@@ -189,7 +191,8 @@ def _read_json(text: str, column: str | None, where: str) -> list[Row]:
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
-        One row per item or line, in order.
+        One row per item or line, in order. All keys of an object but that of the prompt become
+        metadata.
 
     Raises:
         InputError: If the text is not of one of these forms, e.g. blank, or an item has no prompt.
@@ -274,8 +277,8 @@ def _read_table(text: str, ending: str, column: str | None, where: str) -> list[
             stands for one. If a TSV file breaks these rules, all its quotation marks are read as
             ordinary characters.
         ending: ".csv", whose values are separated by commas, or ".tsv" by tabs.
-        column: The column of the prompt. None: the first of "prompt", "Prompt", "Prompts",
-            "caption" and "text" that the header has.
+        column: The column of the prompt, by its name without white space around it. None: the first
+            of "prompt", "Prompt", "Prompts", "caption" and "text" that the header has.
         where: The start of messages: the setting and its value, e.g. "prompts.train='a.csv'".
 
     Returns:
@@ -388,11 +391,11 @@ def _read_parquet(file: Path, column: str | None, where: str) -> list[Row]:
 
 
 def _is_json_type(kind: Any) -> bool:
-    """Returns whether JSON has the values of a column of a Parquet file.
+    """Returns whether the values of a column of a Parquet file can be values of JSON.
 
-    It has text, numbers, booleans and nulls, and lists and structs of them, but not, for instance,
-    dates and binary data. Decimals, maps and lists of a fixed size count as types that it does not
-    have, and a dictionary-encoded column counts as the type of its values.
+    True for text, numbers, booleans and nulls, and for lists and structs of them. False, for
+    instance, for dates and binary data, and also for decimals, maps and lists of a fixed size. A
+    dictionary-encoded column counts as the type of its values.
 
     Args:
         kind: The type of the column, a `pyarrow.DataType`.

@@ -29,17 +29,17 @@ class Prompt(str):
 
     Attributes:
         metadata: What the prompt file says about the prompt beside its text: values of JSON by the
-            name of the column or key. An empty mapping if `Prompt(text, metadata)` got none.
+            name of the column or key. An empty mapping for `Prompt(text)`.
     """
 
     metadata: Mapping[str, Any]
 
     def __new__(cls, text: str, metadata: Mapping[str, Any] | None = None) -> "Prompt":
-        """Makes a prompt. The text is not checked.
+        """Makes a prompt, which is a `str`. The text is not checked.
 
         Args:
             text: The text.
-            metadata: Values of JSON by name. The mapping is kept, not copied. None: no metadata.
+            metadata: Values of JSON by name. The mapping is kept, not copied. None: an empty one.
         """
         prompt = super().__new__(cls, text)
         prompt.metadata = metadata or {}
@@ -50,9 +50,9 @@ def load_prompts(path: str, field: str, *, distinct: bool = True) -> list[Prompt
     """Reads the prompts of a file, in order.
 
     A text file has one prompt per line; blank lines are skipped. Files that end in .json, .jsonl,
-    .ndjson, .jsonlines, .csv, .tsv or .parquet are parsed: the prompt is under "prompt", "Prompt",
-    "Prompts", "caption" or "text", or in the column that the path names, and everything else is
-    metadata.
+    .ndjson, .jsonlines, .csv, .tsv or .parquet are parsed: the prompt is in the column that the
+    path names, or else under the first of "prompt", "Prompt", "Prompts", "caption" and "text" that
+    the file has, and everything else is metadata.
 
     Args:
         path: A file; "FILE:COLUMN" with the column or key of the prompts; "embedded:NAME" for a set
@@ -184,8 +184,9 @@ def load_instruction(path: str, field: str) -> str:
         put between this text and a prompt.
 
     Raises:
-        InputError: If the file does not exist, is not UTF-8 text or is blank, or if the text has
-            control characters or more than 20,000 characters.
+        InputError: If the file does not exist, cannot be read as UTF-8 text or is blank, or if the
+            text has more than 20,000 characters, or control characters other than white space such
+            as line feeds.
     """
     where = f"{field}={path!r}"
     text = read_text_file(Path(path), where, "a text file with the instruction").removesuffix("\n")
@@ -204,7 +205,7 @@ def draw_prompts(prompts: Sequence[T], seed: int, iteration: int, count: int) ->
     Args:
         prompts: The prompt set, at least `count` prompts.
         seed: The seed of the order, not negative.
-        iteration: The index of the iteration, from 0.
+        iteration: The index of the iteration, from 0, one less than its number in the run.
         count: The number of prompts per iteration, at least 1 and at most `len(prompts)`.
 
     Returns:

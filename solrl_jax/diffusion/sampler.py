@@ -59,9 +59,9 @@ def trajectory(
             another. A field maps the latents and the timestep of the schedule (a scalar in 0 to
             1000) to velocities `noise - x0` in the shape of the latents and of any float dtype.
         noise: The latents at the first sigma, float32.
-        seeds: One seed per latent, the two words of a key. The noise of stochastic steps is drawn
-            from the stream "solver" of each seed, with the draw numbers of the segment's own
-            schedule (`noise_weights`).
+        seeds: One seed per latent, the two words of a key. The noise of a stochastic step is a sum
+            of the numbered draws in the stream "solver" of the seed, weighted by the step's row of
+            `noise_weights` in its schedule.
         recorded_steps: The number of consecutive steps to record, starting with the first step of
             any segment that adds noise (with step 0 if none does). It must not exceed the number of
             steps from there to the end. If it is above 0, the latents of all steps are kept in
@@ -75,9 +75,9 @@ def trajectory(
         A tuple: the clean latents, float32, in the shape of `noise`; the recorded latents, float32;
         and the latents after the first segment, float32. The recorded latents are those before the
         first recorded step and after each recorded step. With `query_steps`, they are instead the
-        latents before the drawn step and the clean latents that are predicted there. They are None
-        if nothing is recorded. Velocities that are not finite make the latents of their sample
-        non-finite.
+        latents before the drawn step and the clean latents that are predicted there. The
+        recorded latents are None if `recorded_steps` is 0 and `query_steps` is None. Velocities
+        that are not finite make the latents of their sample non-finite.
     """
 
     drawn_steps = None

@@ -32,10 +32,11 @@ class Schedule:
             x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where x0[i] is the prediction `x - sigma
             v` at step i. Column 4, e, is the standard deviation of the noise that a step adds; 0
             for a deterministic step.
-        noise_weights: One row per step. The noise of a step is the sum of the numbered standard
-            normal draws of a seed, with the row as weights. A row has norm 1; it may be zero for a
-            step without noise. Usually step i uses draw i alone. A coarse schedule combines the
-            draws of the full one, so that one seed gives both the same noise.
+        noise_weights: One row per step and one column per draw. The noise of a step is the sum of
+            the standard normal draws 0, 1, ... of a seed, with the row as weights: column j
+            weights draw j. A row has norm 1; it may be zero for a step without noise. Usually step
+            i uses draw i alone. A coarse schedule combines the draws of the full one, so that one
+            seed gives both the same noise.
         embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1),
             a scalar. Other networks ignore it.
         guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598), a scalar. Ignored
@@ -83,14 +84,14 @@ class Schedule:
                 `rollout.noise_level` is above 0. The noisy steps are the `rollout.sde_window_size`
                 steps from there on, or all steps from there on without a window size. If they cover
                 only a share of a coarser step, that step has the noise level times the square root
-                of the share. If `steps` exceeds the number of steps of the full schedule, the
-                returned schedule takes its place here. The last step never adds noise. None: no
-                step does.
+                of the share. If `steps` exceeds `rollout.num_steps`, the first step and the window
+                are counted in steps of the returned schedule instead. The last step never adds
+                noise. None: no step does.
             mu: (number of steps, number of tokens) -> the logarithm of the shift of the "flux"
                 schedule. None uses the formula of FLUX.1 (`sigmas.flux_mu`). Other schedules do not
                 call it.
             shift_terminal: The lowest sigma before the final 0 of the "flux" schedule, to which the
-                sigmas above it are stretched linearly. None: they are not stretched.
+                sigmas above it are stretched linearly. None and 0: they are not stretched.
 
         Returns:
             The schedule with NumPy arrays on the host.
@@ -198,8 +199,9 @@ class Schedule:
     def with_sigmas(self, sigmas: Sigmas, table: Table) -> "Schedule":
         """Returns a schedule with other sigmas and coefficients, and the guidance of this one.
 
-        Its timesteps are 1000 times the sigmas, and its `noise_weights` the identity. These are
-        float32 NumPy arrays; `table` is taken as it is.
+        Its timesteps are 1000 times the sigmas, and its `noise_weights` the identity: step i uses
+        draw i. The sigmas, timesteps and `noise_weights` are float32 NumPy arrays; `table` is taken
+        as it is.
 
         Args:
             sigmas: The noise levels, decreasing, the last one 0. There may be more or fewer than in
@@ -218,6 +220,9 @@ class Schedule:
     def slice_steps(self, start: int, stop: int | None = None) -> "Schedule":
         """Returns a new schedule of some of the steps, with their noise weights and the guidance of
         this one.
+
+        The rows of `table` are not changed. With a multistep solver, the first ones may still use
+        predictions of steps before `start`.
 
         Args:
             start: The first step, counted from 0; as in a slice of a list, a negative number counts

@@ -102,12 +102,12 @@ def candidate_seeds(
         name: What the candidates are for, which gives other seeds for each use: "candidate"
             (training), "evaluation", "ranking" or "calibration seeds". Static.
         iteration: The number of the iteration, from 1; 0 for uses outside the iterations.
-        prompt_uids: The `prompt_uid` of each of the p prompts.
+        prompt_uids: The hash of the text of each of the p prompts (`prompt_uid`).
         candidates: The indices of the n candidates within each prompt, from 0.
 
     Returns:
-        One seed per prompt and candidate, the two words of a threefry key. It depends on the
-        prompt's text, not on the position of the prompt among `prompt_uids`.
+        One seed per prompt and candidate, the two words of a threefry key. A seed depends on the
+        hash of its prompt, not on the position of the hash among `prompt_uids`.
 
     Raises:
         KeyError: If there is no stream of that name.
@@ -162,8 +162,9 @@ def normal(
         seeds: The b seeds, the two words of a threefry key per row.
         name: The use: "initial" (latents to start from), "solver" (stochastic steps), "training"
             (noise of the update), "calibration" (noise for measurements of exploration options) or
-            "reference" (the choice of the terms of an update at which the reference policy is
-            evaluated). "sigmas" and "query" are for `permutations` and `draw_steps`.
+            "reference" (numbers whose order chooses the terms of an update at which the reference
+            policy is evaluated). The streams "sigmas" and "query" are for `permutations` and
+            `draw_steps`, but no name in `STREAMS` is refused.
         shape: The shape of the numbers of one seed.
         draw: The number of the draw, for a stream that is drawn from several times: one number for
             all seeds, or one per seed; other numbers give other results. None for a stream that is
@@ -213,13 +214,13 @@ def draw_steps(seeds: Seeds, first: int | Int[Array, ""], count: int) -> Int[Arr
     """Draws one of several consecutive steps for each seed, all with the same probability.
 
     Args:
-        seeds: The b seeds, whose stream "query" it draws from.
+        seeds: The b seeds, the two words of a threefry key per row. Their stream "query" is used.
         first: The index of the first of these steps.
         count: The number of these steps, at least 1. With 1, nothing is random.
 
     Returns:
-        The index of one step per seed, int32, from `first` to `first + count - 1`. It depends on
-        its own seed and the arguments alone.
+        The index of one step per seed, int32, from `first` to `first + count - 1`. An index depends
+        on its own seed, `first` and `count` alone.
     """
 
     def draw(seed: Any) -> Array:

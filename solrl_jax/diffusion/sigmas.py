@@ -92,8 +92,8 @@ def flux(steps: int, tokens: int, mu: Mu | None = None, terminal: float | None =
         steps: Number of solver steps, at least 1. The unshifted sigmas s are `linspace(1, 1/steps,
             steps)`.
         tokens: Number of image tokens of one latent, from which `mu` follows.
-        mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses the formula of
-            FLUX.1, `flux_mu`.
+        mu: (steps, tokens) -> the logarithm of the shift. None uses the formula of FLUX.1,
+            `flux_mu`.
         terminal: The lowest sigma before the final 0, in (0, 1), to which the sigmas above it are
             stretched linearly; 1 stays 1, and a single step is not changed. None and 0: they are
             not stretched.
@@ -124,10 +124,11 @@ def make_sigmas(
         steps: Number of solver steps, at least 1.
         shift: The shift of "linear" and "sd3", above 0; 1 changes nothing. "flux" does not read it.
         tokens: Number of image tokens of one latent. Only "flux" reads it.
-        mu: Computes the logarithm of the shift from `steps` and `tokens`. None uses `flux_mu`. Only
-            "flux" reads it.
+        mu: (steps, tokens) -> the logarithm of the shift. None uses `flux_mu`. Only "flux" calls
+            it.
         terminal: The lowest sigma before the final 0, in (0, 1), to which the sigmas above it are
-            stretched linearly. None and 0: they are not stretched. Only "flux" reads it.
+            stretched linearly; 1 stays 1, and a single step is not changed. None and 0: they are
+            not stretched. Only "flux" reads it.
 
     Returns:
         `steps` + 1 sigmas, float64, from 1 down to 0.

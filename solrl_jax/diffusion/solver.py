@@ -42,7 +42,7 @@ def solver_table(
 ) -> Table:
     """Computes the coefficients of every step of a solver.
 
-    For a linear flow, "euler", "dpm1" and "ddim" without noise are the same step; all three names
+    For a linear flow, "euler", "dpm1" and "ddim" with `eta` 0 are the same step; all three names
     are accepted since users of the published recipes look for them. "dpm2" is of second order,
     except for its first and its last step, and for its second one if the first sigma is 1.
 
@@ -50,17 +50,18 @@ def solver_table(
         name: One of `SOLVERS`: "euler", "dpm1", "dpm2", "ddim", "flow_sde", "dance_sde" or "cps".
         sigmas: The noise levels in [0, 1], decreasing, the last one 0.
         eta: The noise level of a stochastic solver ("ddim", "flow_sde", "dance_sde" or "cps"): one
-            number for all steps, or one per step. 0 is an Euler step. For "ddim", 1 adds noise with
-            the posterior variance of the forward process. For "cps", the noise at the next sigma s'
-            is `s' sin(eta pi / 2)` times fresh and `s' cos(eta pi / 2)` times predicted noise. The
-            SDEs add `g dw`, with `g = eta sqrt(s / (1 - s))` at the sigma s ("flow_sde"; at s = 1
-            the divisor is 1 minus the next sigma) or `g = eta` ("dance_sde"). The last step never
-            adds noise. Deterministic solvers accept only 0.
+            number for all steps, or one per step. With 0 the step is an Euler step. For "ddim", 1
+            adds noise with the posterior variance of the forward process. For "cps", the noise at
+            the next sigma s' is `s' sin(eta pi / 2)` times fresh and `s' cos(eta pi / 2)` times
+            predicted noise. The SDEs add `g dw`, with `g = eta sqrt(s / (1 - s))` at the sigma s
+            ("flow_sde"; at s = 1 the divisor is 1 minus the next sigma) or `g = eta` ("dance_sde").
+            The last step never adds noise. The deterministic solvers ("euler", "dpm1" and "dpm2")
+            accept only 0.
 
     Returns:
         The coefficients (a, b, c, d, e) of each step, float32, one row per step, in `x_next = a x +
         b x0[i] + c x0[i - 1] + d x0[i - 2] + e noise`, where x0[i] is the prediction `x - sigma v`
-        at step i.
+        at step i. d is 0, and so is c except for "dpm2".
 
     Raises:
         ValueError: If there is no solver of that name, `eta` is not 0 for a deterministic solver,
@@ -114,11 +115,13 @@ def unipc_table(sigmas: Sigmas) -> Table:
     Args:
         sigmas: The noise levels, decreasing, the last one 0. If the first one is 1, where `lambda =
             ln((1 - sigma) / sigma)` is minus infinity, the second step predicts in first order, and
-            the correction of its result does not use the data prediction made at 1. diffusers
+            the third step corrects its state without the data prediction made at 1. diffusers
             starts just below 1 instead.
 
     Returns:
-        The coefficients (a, b, c, d, 0) of each step, float32, one row per step (`solver_table`).
+        The coefficients (a, b, c, d, 0) of each step, float32, one row per step, in `x_next = a x +
+        b x0[i] + c x0[i - 1] + d x0[i - 2]`, where x0[i] is the data prediction at step i. The 0 is
+        the coefficient of noise.
     """
     steps = len(sigmas) - 1
     rows = []
@@ -154,13 +157,13 @@ def _unic_weights(h: float, inverse_r: float) -> tuple[float, float]:
     Args:
         h: The length of the corrected step in `lambda = ln((1 - sigma) / sigma)`, above 0 and
             finite.
-        inverse_r: `h / (lambda at the start of the step before it - lambda at its start)`, at most
-            0: `1 / r` for the r of arXiv 2302.04867.
+        inverse_r: `h / (lambda at the start of the preceding step - lambda at the start of the
+            corrected step)`, at most 0: `1 / r` for the r of arXiv 2302.04867.
 
     Returns:
-        The weight of `inverse_r` times (the prediction before the last one minus the last one), and
-        the weight of (the next prediction minus the last one). The last prediction is that at the
-        start of the step, the next one that at its end.
+        Two weights: that of `inverse_r` times (the prediction at the start of the preceding step
+        minus the one at the start of the corrected step), and that of (the prediction at the end
+        of the corrected step minus the one at its start).
     """
     b = np.expm1(-h)
     phi_2 = b / -h - 1
@@ -222,8 +225,9 @@ def shared_noise(
         std: The standard deviation of the noise that each full step adds, at least 0.
 
     Returns:
-        One row per coarse step and one column per draw of the full schedule, float32. A row has
-        unit norm, or is all zeros if the full schedule adds no noise within that step.
+        One row per coarse step and one column per step of the full schedule (column j weights draw
+        j), float32. A row has unit norm, or is all zeros if the full schedule adds no noise within
+        that step.
     """
     weights = overlap(sigmas, full) / -np.diff(full) * std
     norm = np.sqrt((weights**2).sum(1, keepdims=True))

@@ -79,8 +79,9 @@ class Backbone:
             guidance: guidance scale, a scalar, for networks that take it as an input
                 (FLUX.1-dev). Other networks ignore it.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs. Only where `pipeline.attends_in_fp8` is set.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs. In Wan, cross-attention stays
+                in `self.dtype`. Only where `pipeline.attends_in_fp8` is set.
 
         Returns:
             The velocity, of the shape of `latent`, in `self.dtype`, gathered over the mesh axis
@@ -88,10 +89,11 @@ class Backbone:
 
         Raises:
             ValueError: while tracing, if the network does not support `fp8_attention` or the size
-                of the latents, or if the size of the mesh axis `sequence` does not fit. It must
-                divide the number of image tokens (in SANA, the number of rows of tokens; with MHLA
-                it must be 1). In networks with blocks for text and image as one sequence, it must
-                also divide the number of tokens of both together.
+                of the latents, or if the mesh axis `sequence` has another size than the network
+                accepts. The size of that axis must divide the number of image tokens and, in
+                networks with blocks for text and image as one sequence, also the number of text and
+                image tokens together. In SANA, it must divide the number of rows of tokens; with
+                MHLA, it must be 1.
             KeyError: while tracing, if `pipeline.gradient_checkpointing` is not "none", "matmuls"
                 or "blocks".
         """
@@ -225,7 +227,7 @@ def open_text_encoders(
     weights.
 
     Args:
-        pipeline: the model, whose text encoders and tokenizers are used.
+        pipeline: the model, with its text encoders. Its tokenizers are loaded already.
         precision: dtype in which the text encoders compute, "bf16" or "fp32".
         mesh: devices that encode, as a mesh that `sharding.row_mesh` returns: its axes `sequence`
             and `tensor` have size 1, so that every device works on its own rows.

@@ -42,8 +42,10 @@ class Decoder:
         tile: side, in pixels, of the square tiles that are decoded one after another to save
             memory: a multiple of `pipeline.compression`. None: images are decoded whole, as are
             images that fit into one tile.
-        max_pixels: the most image pixels that a device decodes at once, 2**21 by default. One
-            image, one latent frame of a clip, or one tile of either is decoded even if it has more.
+        max_pixels: the most image pixels, over all images and frames together, that a device
+            decodes at once, 2**21 by default. Each latent frame of a clip, the first one too,
+            counts as `pipeline.temporal_compression` frames. One image, one latent frame, or one
+            tile of either is decoded even if it has more.
     """
 
     params: Params
@@ -62,20 +64,21 @@ class Decoder:
         other there.
 
         Each device decodes four images (or one tile of each of four) at a time. It decodes fewer,
-        but at least one, if all their frames together would have more than `max_pixels` pixels. An
-        incomplete group is filled up with copies, which take time too. A clip, or a tile of it,
-        with more than `max_pixels` pixels is decoded in chunks of as many latent frames as
-        `max_pixels` allows, or fewer, but at least one. Tiles change the result; chunks change only
-        its rounding. For a gradient, each group is decoded again.
+        but at least one, if all their frames together (`pipeline.temporal_compression` for each
+        latent frame) would have more than `max_pixels` pixels. An incomplete group is filled up
+        with copies, which take time too. A clip, or a tile of it, with more than `max_pixels`
+        pixels is decoded in chunks of as many latent frames as `max_pixels` allows, or fewer, but
+        at least one. Tiles change the result; chunks change only its rounding. For a gradient, each
+        group is decoded again.
 
         Args:
             latents: the transformer's latents [b, h, w, c], or [b, t, h, w, c] of clips, of any
                 dtype. `Pipeline.unscale` is applied here. If a mesh is set (`jax.set_mesh`), it
                 must have no sequence or tensor parallelism, and the number of latents b must be a
                 multiple of its number of devices.
-            first_frame: whether to decode only the first frame of each clip. It depends on the
-                first latent frame alone, because the convolutions of video autoencoders are causal.
-                No effect on images.
+            first_frame: whether to decode only the first frame of each clip. This frame depends on
+                the first latent frame alone, because the convolutions of video autoencoders are
+                causal. No effect on images.
 
         Returns:
             The images [b, H, W, 3] or clips [b, T, H, W, 3], in the order of the latents,

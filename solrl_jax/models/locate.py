@@ -23,8 +23,9 @@ def open_model(
 ) -> Pipeline:
     """Opens the pipeline that `path` names: reads its configurations and loads its tokenizers.
 
-    No weight is read, but a hub repository is downloaded in its newest revision, weights included,
-    unless it is in the hub's cache. Without a network, the newest revision in the cache is used.
+    No weight is read, but a hub repository is downloaded, weights included: the files of its newest
+    revision that a pipeline needs and the hub's cache lacks. Without a network, the newest revision
+    in the cache is used.
 
     Args:
         path: `embedded:NAME` for a small pipeline that this package carries with its trained
@@ -42,9 +43,10 @@ def open_model(
         The pipeline, an instance of the class that its `model_index.json` names.
 
     Raises:
-        InputError: the model is missing, incomplete or not supported; it is not in the hub's cache
-            and cannot be downloaded; `mhla` is given for another model than SANA; or the tokens of
-            its image size cannot be divided into its number of blocks.
+        InputError: the model is missing, incomplete or not supported; a download fails, or the hub
+            cannot be reached and its cache has no revision; `mhla` is given for another model than
+            SANA; or the tokens of the image size in `mhla` cannot be divided into `mhla`'s number
+            of blocks.
     """
     folder = find_model(path)
     with as_input_error():

@@ -115,10 +115,11 @@ class Pipeline(abc.ABC):
                 stored). Another value raises KeyError when the transformer is traced.
 
         Raises:
-            FileNotFoundError: a configuration or a tokenizer is missing. Weights are not looked
-                for.
-            ValueError: a configuration is unsupported, a tokenizer cannot be loaded, or a width or
-                number of channels of one component is not what another one takes or returns.
+            FileNotFoundError: the scheduler's configuration is missing or, in a subclass, another
+                configuration or a tokenizer. Weights are not looked for.
+            ValueError: the scheduler's configuration cannot be read; or, in a subclass, a
+                configuration is unsupported, a tokenizer cannot be loaded, or a width or number of
+                channels of one component is not what another one takes or returns.
         """
         self.folder = folder
         self.gradient_checkpointing = gradient_checkpointing
@@ -192,13 +193,14 @@ class Pipeline(abc.ABC):
 
         Args:
             params: the parameters of each text encoder by the name of its folder, such as
-                "text_encoder". Only those of stacked blocks may still be sharded.
+                "text_encoder". Only those of stacked blocks (with a leading axis of blocks) may
+                still be sharded.
             tokens: the result of `tokenize`.
 
         Returns:
             Arrays by name, with one row per prompt, for the argument `conditioning` of `velocity`.
-            The names depend on the model: for example "text" [prompts, tokens, features] and
-            "mask".
+            The names depend on the model: for example "text" [prompts, tokens, features], in the
+            dtype of a text encoder, and "mask" [prompts, tokens], bool, true on tokens.
         """
 
     @classmethod
@@ -318,9 +320,10 @@ class Pipeline(abc.ABC):
             frames after the first.
 
         Raises:
-            ValueError: a side is not a positive multiple of the pixels in `size_multiples`, or
-                exceeds `largest_side`; frames are given to a model of images, or not given to a
-                video model; or their number is not 1 plus a multiple of `temporal_compression`.
+            ValueError: height or width is not a positive multiple of its number in
+                `size_multiples()`, or exceeds `largest_side`; frames are given to a model of
+                images, or not given to a video model; or their number is not 1 plus a multiple of
+                `temporal_compression`.
         """
         rows, columns = self.size_multiples()
         if height % rows or width % columns or height <= 0 or width <= 0:

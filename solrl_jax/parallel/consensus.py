@@ -35,8 +35,8 @@ def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
         label: Name of the exchange, the same in all processes, e.g. "save/write". It may be used
             again, but only by one thread at a time.
         act: A function without arguments that returns a JSON value. With several processes the
-            value goes through JSON, which turns tuples into lists, and a value that is not JSON
-            counts as a TypeError of `act`.
+            value goes through JSON, which turns tuples into lists and numeric keys into strings,
+            and a value that is not JSON counts as a TypeError of `act`.
         *kinds: Types of exceptions that keep their type in the other processes, besides InputError
             and RunError. Each must be constructible from a message alone.
 
@@ -44,8 +44,8 @@ def on_every(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> lis
         The result of each process, in the order of their numbers.
 
     Raises:
-        BaseException: What `act` raised (also KeyboardInterrupt or SystemExit), in the first
-            process (by number) where it did. All other processes, also those where `act` failed,
+        BaseException: The exception of `act` (also KeyboardInterrupt or SystemExit), in the first
+            process (by number) where it failed. All other processes, also those where `act` failed,
             raise a copy with the first line of its message if its type is exactly InputError,
             RunError or one of `kinds` (no subclass); otherwise a RunError "process NUMBER: TYPE:
             MESSAGE".
@@ -90,8 +90,8 @@ def from_first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> A
         label: Name of the exchange, the same in all processes, e.g. "restore/judge". It may be used
             again, but only by one thread at a time.
         act: A function without arguments that returns a JSON value. With several processes the
-            value goes through JSON, which turns tuples into lists, and a value that is not JSON
-            counts as a TypeError of `act`.
+            value goes through JSON, which turns tuples into lists and numeric keys into strings,
+            and a value that is not JSON counts as a TypeError of `act`.
         *kinds: Types of exceptions that keep their type in the other processes, besides InputError
             and RunError. Each must be constructible from a message alone.
 
@@ -99,7 +99,7 @@ def from_first(label: str, act: Callable[[], Any], *kinds: type[Exception]) -> A
         The result of `act`.
 
     Raises:
-        BaseException: What `act` raised (also KeyboardInterrupt or SystemExit), in the first
+        BaseException: The exception of `act` (also KeyboardInterrupt or SystemExit), in the first
             process. The others raise a copy with the first line of its message if its type is
             exactly InputError, RunError or one of `kinds` (no subclass); otherwise a RunError
             "process 0: TYPE: MESSAGE".

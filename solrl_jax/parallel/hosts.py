@@ -50,13 +50,14 @@ def initialize(hosts: str | None, host: int | None = None, coordinator: str | No
     replaces the handler of SIGABRT. It also silences JAX's messages about connections.
 
     Args:
-        hosts: The number of processes as text, from "1" (which is initialized like the others) to
-            "4096". "auto": JAX reads the number, and the two other arguments, from SLURM, Open MPI,
-            Kubernetes or a TPU pod. None: this is the only process, and nothing is done.
-        host: The number of this process, counted from 0. Required with a number of hosts; otherwise
-            None.
-        coordinator: HOST:PORT of the first process, with a free port that all processes can reach.
-            Required with a number of hosts; otherwise None.
+        hosts: The number of processes as text, from "1" to "4096". "1" initializes
+            `jax.distributed`, too. "auto": JAX reads this number, the number of this process and
+            the address from SLURM, Open MPI, Kubernetes or a TPU pod. None: this is the only
+            process, and nothing is done.
+        host: The number of this process, counted from 0. Required if `hosts` is a number; otherwise
+            it must be None.
+        coordinator: HOST:PORT of the first process (number 0), with a free port that all processes
+            can reach. Required if `hosts` is a number; otherwise it must be None.
 
     Raises:
         InputError: If an argument is missing, out of range or not allowed with the others, the
@@ -123,8 +124,8 @@ def _aborted(number: int) -> None:
 
 
 def roll_call(count: int, mine: int, coordinator: str) -> None:
-    """Waits until all processes of a run have connected to the first one. Every process must call
-    it.
+    """Waits until all processes of a run have connected to the first one (number 0). Every process
+    must call it.
 
     Unlike `jax.distributed.initialize`, its error says which processes are missing.
 
@@ -132,7 +133,7 @@ def roll_call(count: int, mine: int, coordinator: str) -> None:
         count: The number of processes of the run.
         mine: The number of this process, from 0 to `count` - 1.
         coordinator: HOST:PORT of the first process, which listens on this port, on all its
-            addresses, until all have connected.
+            addresses, until `roll_call` ends. The port is free again afterwards.
 
     Raises:
         RunError: If a process has not connected after 300 seconds (`START`), or two have the same
@@ -236,8 +237,8 @@ def _has_ended(connection: socket.socket) -> bool:
 
 
 def _send_outcome(connection: socket.socket, problem: str) -> None:
-    """Sends the outcome of the roll call to a process: `OUTCOME`, the problem and a line feed. Does
-    not close the connection; one that has ended is no error.
+    """Sends the outcome of the roll call to a process: `OUTCOME` ("solrl: "), the problem and a
+    line feed. It does not close the connection. A connection that has ended is no error.
 
     Args:
         connection: The connection to the process.
@@ -252,8 +253,8 @@ def _report_to_first(mine: int, address: tuple[str, int], end: float) -> str:
     in `roll_call`.
 
     It tries every 0.2 seconds until the first process answers, whose host name need not exist yet.
-    An answer that does not begin with `OUTCOME` comes from another program at this port, and is
-    ignored.
+    An answer that does not begin with `OUTCOME` ("solrl: ") comes from another program at this
+    port, and is ignored.
 
     Args:
         mine: The number of this process, which is sent as decimal digits.
@@ -326,10 +327,11 @@ def run_on_first(act: Callable[[], Any]) -> None:
         act: The function, without arguments. Its result is dropped.
 
     Raises:
-        Exception: What `act` raised, in the first process.
+        Exception: The exception of `act`, in the first process.
         InputError: In the other processes, if `act` raised an InputError.
         RunError: In the other processes, if `act` raised any other exception (also a subclass of
-            InputError); and in any process, if another one does not answer within 1800 seconds.
+            InputError) or takes more than 1800 seconds; and in any process, if another one does not
+            call this within that time. Messages include the first line of the exception's message.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
 
@@ -347,12 +349,12 @@ def run_on_every(act: Callable[[], Any]) -> None:
         act: The function, without arguments. Its result is dropped.
 
     Raises:
-        Exception: What `act` raised in this process, if it failed in no process with a lower
+        Exception: The exception of `act` in this process, if it failed in no process with a lower
             number.
-        InputError: If the first process in which `act` failed is another one, and `act` raised an
-            InputError there.
-        RunError: If `act` raised any other exception there (also a subclass of InputError), or if a
-            process does not answer within 1800 seconds.
+        InputError: If the first process (by number) in which `act` failed is another one, and its
+            exception is an InputError.
+        RunError: If the exception of that process has any other type (also a subclass of
+            InputError), or if a process does not answer within 1800 seconds.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
 
@@ -368,16 +370,18 @@ def from_first(find: Callable[[], T]) -> T:
 
     Args:
         find: A function without arguments that returns a JSON value. With several processes the
-            value goes through JSON, which turns tuples into lists.
+            value goes through JSON, which turns tuples into lists and numeric keys into strings.
 
     Returns:
         The result of `find`.
 
     Raises:
-        Exception: What `find` raised, in the first process; a TypeError if its value is not JSON.
+        Exception: The exception of `find`, in the first process; with several processes, a
+            TypeError if its value is not JSON.
         InputError: In the other processes, if `find` raised an InputError.
-        RunError: In the other processes, if `find` raised any other exception (also a subclass of
-            InputError); and in any process, if another one does not answer within 1800 seconds.
+        RunError: In the other processes, if the first one raised any other exception (also a
+            subclass of InputError), or `find` takes more than 1800 seconds; and in any process, if
+            another one does not call this within that time.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
     return consensus.from_first("from_first", find)
@@ -388,14 +392,15 @@ def gather_values(value: T) -> list[T]:
 
     Args:
         value: This process's value. With several processes it must be a JSON value; it goes through
-            JSON, which turns tuples into lists.
+            JSON, which turns tuples into lists and numeric keys into strings.
 
     Returns:
         The values of all processes, in the order of their numbers.
 
     Raises:
-        RunError: If another process does not answer within 1800 seconds, or its value is not JSON.
-        TypeError: In the first process whose value is not JSON.
+        RunError: If another process does not answer within 1800 seconds; or if a value is not JSON,
+            in all processes but one.
+        TypeError: In that one: the first process (by number) whose value is not JSON.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
     return consensus.on_every("gather_values", lambda: value)
@@ -406,13 +411,14 @@ def any_flags(flags: Sequence[bool]) -> list[bool]:
     thread at a time.
 
     Args:
-        flags: The flags of this process, as many as in every other process.
+        flags: The flags of this process, as many as in every other process. With several processes
+            they must be of type bool (a NumPy bool is an error).
 
     Returns:
         For each position, whether the flag is true in any process.
 
     Raises:
-        ValueError: In every process, if they pass different numbers of flags.
+        ValueError: In every process, if the processes pass different numbers of flags.
         RunError: If a process does not answer within 1800 seconds.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
@@ -453,9 +459,9 @@ def fetch(tree: Any) -> Any:
     It waits until the arrays are computed.
 
     Args:
-        tree: A pytree of arrays that span the devices of all processes. An array that lies only on
-            the devices of its own process would be concatenated with the arrays of the other
-            processes along the leading axis.
+        tree: A pytree of arrays that span the devices of all processes. With several processes, an
+            array that lies only on the devices of its own process would be concatenated with the
+            arrays of the other processes along the leading axis.
 
     Returns:
         The pytree with NumPy arrays of the same shapes and dtypes.

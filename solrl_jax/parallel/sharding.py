@@ -128,12 +128,12 @@ def parameter_sharding(mesh: Mesh, tree: Any) -> Any:
     others:
 
     1. The weight of a linear layer ("kernel") and the factor "b" of a LoRA adapter are split over
-       `tensor` along their output axis, if `tensor` divides it. They are [in, out], a stack of such
-       matrices, or quantized. The rule does not apply to arrays with more axes, such as the kernels
-       of convolutions.
+       `tensor` along their output axis, if `tensor` divides it. They are [in, out], a stack
+       [layers, in, out], or quantized. The rule does not apply to arrays with more axes, such as
+       the kernels of convolutions.
     2. The largest axis that `fsdp` divides is split over `fsdp`; if several are equally large, the
        last of them. It may be the axis of layers, or the axis that is split over `tensor`, whose
-       size is counted after that split.
+       size is counted after that split. An array without such an axis is replicated over `fsdp`.
 
     Args:
         mesh: The mesh, with the axes `data`, `fsdp`, `sequence` and `tensor`.

@@ -52,10 +52,10 @@ def open_configurations(
         gradient_checkpointing: The activations that the backward pass of the transformer recomputes
             instead of keeping them in memory: "none" (nothing), "matmuls" (everything but the
             outputs of linear layers and of attention) or "blocks" (everything but the inputs of
-            blocks). The caller must replace "auto" by one of them, which is not checked here.
-        mhla: Replaces the linear attention of SANA's blocks by multi-head linear attention: its
-            settings and the image size, from `mhla_override(config.model)`. None keeps the model's
-            own attention.
+            blocks). Another value, also "auto", raises KeyError when the transformer is traced.
+        mhla: Replaces the linear attention of SANA's blocks by multi-head linear attention. It is
+            the result of `mhla_override(config.model)`: the settings of this attention, and the
+            image size. None keeps the model's own attention.
 
     Returns:
         The pipeline, without weights.
@@ -92,13 +92,15 @@ def abstract_experiment(
     sets, for which it may download data sets of the hub. If the sets cannot be read, empty texts
     replace the prompts (`some_prompts`).
 
-    Three things are simpler than in training. The test prompts are the training prompts. One reward
-    (that of `reward.weights`) does all scoring. All images have the largest training size.
+    Three things are simpler than in training. The test prompts are the training prompts. The
+    training reward (the weighted sum of `reward.weights`) also ranks candidates and scores
+    evaluations. All images have the largest training size.
 
     Args:
         config: The configuration of the run that is planned.
         pipeline: The opened model, e.g. from `open_configurations`. Its weights are not read.
-        device: The kind of device to plan for. It decides which format "auto" means.
+        device: The kind of device to plan for. It decides what "auto" means, for the exploration
+            format and for the precision of scoring.
         mesh: The mesh of the planned devices, with the axes `data`, `fsdp`, `sequence` and
             `tensor`.
 
@@ -283,8 +285,9 @@ def bytes_per_device(tree: Any) -> int:
     """Returns the bytes that a tree of arrays takes in the memory of one device.
 
     Args:
-        tree: Arrays or ShapeDtypeStructs, with shardings. A device has only its part of a sharded
-            array, and all of a replicated one. Two elements of four bits take one byte.
+        tree: Arrays or ShapeDtypeStructs, each of which must have a sharding. A device has only its
+            part of a sharded array, and all of a replicated one. Two elements of four bits take one
+            byte.
     """
 
     def bits(x):

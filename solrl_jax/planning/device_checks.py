@@ -90,11 +90,12 @@ def run(checks: Sequence[DeviceCheck]) -> dict[str, str | None]:
 def find_problem(check: DeviceCheck) -> str | None:
     """Runs one check on the default device.
 
-    A kernel is correct if its results are finite, are not all zero, and agree with those of the
-    twin up to the tolerance.
+    A kernel is correct if each of its results is finite, is not all zero, and agrees with that of
+    the twin, in shape and in values up to the tolerance.
 
     Args:
-        check: The kernel, its twin and their operands.
+        check: The kernel, its twin (the same computation in plain JAX), their operands, and the
+            tolerance.
 
     Returns:
         None if the kernel is correct, else the first problem, e.g. "returns zeros", or "fails: "
@@ -167,8 +168,8 @@ def _to_numpy(outputs: Any) -> list[np.ndarray]:
 def _plain_dot(
     x: Float[Array, "rows n_in"], w: Float[Array, "n_out n_in"]
 ) -> Float[Array, "rows n_out"]:
-    """Returns `x @ w.T` in float32, the matmul of the three matmul checks' twins. `find_problem`
-    sets its precision to the highest.
+    """Returns `x @ w.T` in float32, for the plain-JAX twins of the NVFP4, FP8 and INT8 matmuls.
+    `find_problem` sets its precision to the highest.
 
     Args:
         x: The activations, float32.
@@ -197,12 +198,14 @@ def _nvfp4_operands() -> tuple[Any, ...]:
 
 
 def _nvfp4_kernel(x: Array, x_scales: Array, w: Array, w_scales: Array) -> Array:
-    """Computes the block-scaled matmul that training uses: activations times the transposed weight.
+    """Computes the block-scaled matmul with which training explores in NVFP4: activations times the
+    transposed weight.
 
     Args:
-        x: Packed codes of the activations, uint8 [rows, n_in / 2].
+        x: E2M1 codes of the activations, two per byte with the first one in the low four bits,
+            uint8 [rows, n_in / 2].
         x_scales: The scales of the blocks of 16 codes of `x`, float8_e4m3fn [rows, n_in / 16].
-        w: Packed codes of the weight, uint8 [n_out, n_in / 2].
+        w: E2M1 codes of the weight, packed like `x`, uint8 [n_out, n_in / 2].
         w_scales: The scales of the blocks of `w`, float8_e4m3fn [n_out, n_in / 16].
 
     Returns:

@@ -36,7 +36,8 @@ class ResultArray:
 
     @property
     def size(self) -> float:
-        """The number of bytes. Two elements of four bits take one byte, so it may be a fraction.
+        """The number of bytes on one device. Two elements of four bits take one byte, so the number
+        may be a fraction.
 
         Raises:
             ValueError: If `kind` is not a type of HLO.
@@ -252,11 +253,11 @@ def _instructions(lines: list[str]) -> list[Instruction]:
             which they run.
 
     Returns:
-        One instruction per line, in the same order. Their `operands` are earlier instructions of
+        One instruction per line, in the same order. Their `operands` are earlier `Instruction`s of
         the list; other names are ignored.
 
     Raises:
-        ValueError: If a line has no operands in parentheses.
+        ValueError: If a line has no parentheses after its opcode. They may be empty.
     """
     instructions: dict[str, Instruction] = {}
     for line in lines:
@@ -286,8 +287,8 @@ def _arrays(text: str) -> tuple[ResultArray, ...]:
             space 1), or a tuple of such types in parentheses, which may be nested.
 
     Returns:
-        The arrays from left to right. An empty tuple gives (). A dynamic size such as "<=8"
-        counts as its bound.
+        The arrays from left to right. A text without the type of an array, such as an empty tuple,
+        gives (). A dynamic size such as "<=8" counts as its bound.
     """
     arrays = []
     for kind, dims, layout in _ARRAY.findall(text):

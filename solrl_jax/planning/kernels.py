@@ -123,17 +123,18 @@ def collective(opcode: str) -> str | None:
 
 
 def count_library_kernels(all_kernels: Iterable[Kernel]) -> dict[str, int]:
-    """Counts the runs of hand-written kernels: matmuls, convolutions and attention of cuBLAS and
-    cuDNN, and all Pallas kernels.
+    """Counts the runs of matmuls, convolutions, attention and Pallas kernels that are not fusions.
 
-    XLA's own matmuls and convolutions outside of fusions count as well. Fusions do not count,
-    unless they contain a library function, whose name they then have.
+    They are functions of cuBLAS and cuDNN, Pallas kernels, and matmuls and convolutions of XLA
+    itself. A fusion that contains a library function or a Pallas kernel counts as that one. All
+    other fusions do not count, even if they contain matmuls.
 
     Args:
         all_kernels: The kernels of a program.
 
     Returns:
-        The number of runs in one call of the program, by the name of the kernel (`Kernel.name`).
+        The number of runs in one call of the program (`Kernel.times`, which counts the iterations
+        of loops), by the name of the kernel (`Kernel.name`).
     """
     counts = Counter[str]()
     for kernel in all_kernels:
@@ -334,7 +335,8 @@ def _convolution(
 
 
 def _taps(sizes: Sequence[int], window: dict[str, str], axis: int) -> int:
-    """Counts the multiplications of a convolution along one spatial axis, for one channel.
+    """Counts the multiplications of a convolution along one spatial axis, for one pair of an input
+    and an output channel.
 
     Each output element multiplies each filter element with one input element. Multiplications with
     padding, or with the zeros that dilation inserts, do not count.
@@ -390,10 +392,10 @@ class _Memory:
     """Counts the bytes of main memory that the instructions of a program read and write.
 
     An array that XLA updates in place counts only with its updated part. An array that is sliced
-    counts only with the slice.
+    counts only with the slice. `moved` returns the bytes of one run of a kernel.
 
     Attributes:
-        module: The program.
+        module: The parsed text of the program.
     """
 
     def __init__(self, module: Module):

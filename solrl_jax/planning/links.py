@@ -50,8 +50,9 @@ class Collective:
     def sent(self) -> float:
         """The bytes that one device sends in one run.
 
-        With n devices in a group, it is `size` * (n - 1) / n, as in a ring. An "all-reduce" sends
-        twice as much, and a "collective-permute" sends `size`.
+        With n devices in a group, it is `size` * (n - 1) / n, as in a ring, where `size` is the
+        bytes of the results (of an "all-gather") or of the operands (of any other kind). An
+        "all-reduce" sends twice as much, and a "collective-permute" sends `size`.
         """
         if self.kind == "collective-permute":
             return self.size
@@ -60,11 +61,11 @@ class Collective:
     def crossing(self, devices: int) -> float:
         """Returns the bytes that one device sends over the network to another host in one run.
 
-        They are a part of `sent`. Let h be the largest number of hosts that a group spans, and d
-        the number of its devices on each. The result is `size` * (h - 1) / h / d, because the
-        devices of a host share its traffic equally. It is twice as much for an "all-reduce". For a
-        "collective-permute", it is `size` if any pair spans two hosts. It is 0 if no group spans
-        hosts.
+        They are a part of all bytes that it sends (`sent`). Let h be the largest number of hosts
+        that a group spans, and d the number of its devices on each. The result is
+        `size` * (h - 1) / h / d, because the devices of a host share its traffic
+        equally. It is twice as much for an "all-reduce". For a "collective-permute", it is `size`
+        if any pair spans two hosts. It is 0 if no group spans hosts.
 
         Args:
             devices: The number of devices per host. The devices of a host have consecutive numbers.
@@ -105,8 +106,8 @@ def _overlapping_starts(steps: Sequence[Instruction]) -> Iterator[Instruction]:
     """Yields the instructions that start an asynchronous operation that overlaps with a kernel.
 
     Asynchronous operations, collectives or others such as copies, have one instruction that starts
-    them and one that waits for their end. The start is yielded if a kernel, a loop, a call or a
-    synchronous collective is between the two.
+    them and one that waits for their end. The start is yielded if a kernel, a loop, a conditional,
+    a call or a synchronous collective is between the two.
 
     Args:
         steps: The instructions of one computation in the order in which they run.
@@ -165,9 +166,9 @@ def _mesh_groups(
 
     Args:
         axes: The names of the axes with their sizes, e.g. "'x'=4,'y'=2".
-        order: With `permutation`, the arrangement of the devices in the mesh. It is the shape of an
-            array of the device numbers from 0, e.g. "2,4". None: the devices are in the order of
-            their numbers.
+        order: The shape of an array that is filled with the device numbers from 0, e.g. "2,4". The
+            array, transposed by `permutation` and flattened, gives the order of the devices in the
+            mesh. None: the devices are in the order of their numbers.
         permutation: The transpose of the axes of this array, e.g. "1,0". None: no transpose.
         group_axes: The axes along which the devices of a group lie, e.g. "'y'". A part of an axis
             is written as 'x':(A)B: the axis x is reshaped to (A, B, rest), and the part is the
@@ -201,7 +202,7 @@ def _mesh_groups(
 
 
 def _numbers(order: str, permutation: str | None) -> np.ndarray:
-    """Returns an array of device numbers, from HLO's text of a reshape and a transpose.
+    """Returns an array of device numbers (integers), reshaped and transposed as HLO's text says.
 
     Args:
         order: The shape of the array before the transpose, e.g. "2,4". It is filled with the

@@ -70,7 +70,8 @@ class Phases:
         the training precision.
       - "regenerate": generates the kept candidates again in the training precision.
       - "score": decodes and scores samples.
-      - "targets": takes the gradient of the reward.
+      - "targets": takes the gradient of the reward for the kept samples, if the objective trains on
+        it.
       - "update": updates the trainable parameters.
       - "evaluate": generates the images of an evaluation, decodes and scores them. It is not part
         of an iteration.
@@ -149,7 +150,9 @@ class Phases:
 
     @property
     def continued(self) -> int:
-        """The number of steps that regeneration takes over from exploration; 0 if it takes none."""
+        """The number of first steps that regeneration skips, because it starts from the latents
+        that exploration reached after the same steps; 0 if it starts from noise.
+        """
         rollout = self.experiment.config.rollout
         return continued_steps(
             rollout,
@@ -164,7 +167,8 @@ class Phases:
         Args:
             groups: The number of devices, or groups of devices, that a batch is divided among. Each
                 gets as many samples as a device generates at once: `rollout.per_device_batch_size`,
-                or its share of the iteration's candidates if that is less.
+                or the iteration's candidates divided by `row_groups` of the mesh, rounded up, if
+                that is less.
 
         Returns:
             A pair: the number of batches of all candidates, and that of the kept candidates, which
@@ -325,11 +329,12 @@ class Phases:
         return self.experiment.explorer.calibration.sampler
 
     def _rows(self, mesh: Mesh, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Returns a ShapeDtypeStruct for an array with one row per sample of a full batch.
+        """Returns a ShapeDtypeStruct, with its sharding, for an array with one row per sample of a
+        full batch.
 
         Args:
-            mesh: The mesh whose axes `data` and `fsdp` the samples are split over. A full batch
-                gives each part as many samples as a device generates at once.
+            mesh: The mesh whose axes `data` and `fsdp` the samples are split over. In a full batch,
+                each part of this split has as many samples as a device generates at once.
             shape: The shape of one row; () for one number per sample.
             dtype: The dtype of the elements, e.g. `jnp.float32`.
         """
@@ -434,7 +439,7 @@ class Phases:
         return Program(mesh, reward_gradient, arguments, -(-num_kept // rows) * gradients)
 
     def _update(self) -> Program:
-        """Returns the program of the update on the samples of one iteration; it is called once."""
+        """Returns the program of the update, which an iteration calls once, on all kept samples."""
         experiment = self.experiment
         config = self.experiment.config
         backbone = experiment.backbone

@@ -98,7 +98,8 @@ class Planner:
     """
 
     def __init__(self, config: Config, where: Devices):
-        """Builds the experiment of shapes and the programs of its phases. Compiles nothing.
+        """Builds the experiment, with ShapeDtypeStructs in place of arrays, and its `phases`.
+        Compiles nothing.
 
         Also imports objectives and rewards from outside the package, and reads the prompt sets, for
         which it may download data sets of the hub (`abstract_experiment`).
@@ -131,7 +132,8 @@ class Planner:
         """Lowers all programs of an iteration, and starts to compile them in threads.
 
         Also waits for the compilation of the phase "sync", if the run has it, because the shardings
-        of its result are needed to lower the programs after it. They are stored in `codes`.
+        of its result are needed to lower the programs after it. `place` stores these shardings in
+        `codes`.
 
         Args:
             threads: The executor that runs the compilations.
@@ -169,7 +171,8 @@ class Planner:
             return topology.lowered(program.function, program.arguments)
 
     def place(self, sync: Any) -> None:
-        """Sets the shardings of `codes` to the output shardings of the phase "sync".
+        """Sets the shardings of the attribute `codes` (the quantized weights) to the output
+        shardings of the phase "sync".
 
         `programs` calls it as soon as that phase is compiled.
 
@@ -253,16 +256,17 @@ class Planner:
         Returns:
             A dict of bytes:
 
-            * "held": the arguments, including those that the compiler dropped. An array that is
-              passed twice counts once.
+            * "held": the arguments, including those that the compiler dropped, which stay in memory
+              as well. An array that is passed twice counts once.
             * "padded": by how much "arguments" exceeds the bytes of all arguments, because the
               compiler pads them, e.g. to fill a TPU's tiles; 0 if it does not.
             * "temporaries", "outputs" and "code": the temporary buffers, the results, and the
               machine code.
             * "aliased": the outputs that are written over arguments.
             * "resident": a dict of the arrays that are in memory, but are not arguments, with the
-              names that `parts` gives them; also "latents" (`Program.other_arrays`). With
-              `model.prompt_cache_dir`, text encoders are in memory only during "encode".
+              names that `parts` gives them; also "latents" (`Program.other_arrays`). Names with 0
+              bytes are left out. With `model.prompt_cache_dir`, text encoders are in memory only
+              during "encode".
             * "peak": the sum of "held", "padded", "temporaries", "outputs", "code" and the sizes in
               "resident", less "aliased".
             * "arguments": the compiler's figure for all arguments.
@@ -341,8 +345,8 @@ def plan(
           this limit.
         * "too_large": for each phase that does not fit, by its name, a list of settings that can
           reduce its memory, e.g. "mesh.fsdp". Empty if all fit.
-        * "faster": a dict with a setting `key=value` that may save time, by the name of the phase.
-          Often empty.
+        * "faster": a dict from the name of a phase ("explore" or "update") to one setting, the text
+          `key=value`, that may make this phase faster. Often empty.
         * "parts": bytes of the arrays that stay in memory, e.g. "base" and "adapters".
         * "assumptions": a list of sentences.
         * "preset", "objective", "device", "devices" (per host), "hosts", "size" (a list of height
@@ -454,6 +458,7 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
     Args:
         planner: The planner, for the numbers of batches and steps.
         phases: The phases of the iteration in order: dicts with "name", "seconds" and "programs".
+            If "evaluate" is among them, its seconds must be 0.
 
     Returns:
         A dict of "seconds" (of the iteration) and "rollout" (of its phases "sync", "explore" and
@@ -618,8 +623,8 @@ def rows(summary: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             and "programs".
 
     Yields:
-        Pairs of the name of the phase and the dict of the program, with "name", "calls", "memory"
-        and "roofline" (the result of `Planner.measure`).
+        Pairs of the name of the phase and the dict of the program that `Planner.measure` returned,
+        with "name", "calls", "memory" and "roofline".
     """
     for phase in summary["phases"]:
         for row in phase["programs"]:

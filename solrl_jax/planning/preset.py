@@ -49,12 +49,12 @@ def plan(
             necessary. None: they are not written.
         force: Whether `hlo` may contain files `*.hlo` already, which may be replaced.
         progress: Called once per program with "PHASE: PROGRAM", before `plan` waits for its
-            compilation and measures it. An error that it raises ends the plan.
+            compilation and analyzes the result. An error that it raises ends the plan.
 
     Returns:
         A dict of JSON values, as `solrl plan` prints it. All bytes are per device, and all seconds
-        are roofline bounds. `planning.plan.plan` lists all keys but "overrides". The most important
-        ones are:
+        are roofline bounds. The function `solrl_jax.planning.plan.plan` lists all keys but
+        "overrides". The most important ones are:
 
         * "seconds" and "rollout": the seconds of an iteration, and of its sample generation.
         * "peak", "usable" and "fits": the bytes that are needed, the bytes that arrays may take,

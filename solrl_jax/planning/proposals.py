@@ -135,14 +135,15 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
     It considers plans of the same model on the same platform (GPU or TPU; a CPU has none) for at
     least as many pixels, in all frames. A plan fits if two conditions hold. It needs no more memory
-    per device than the machine has. Its number of shards (`Record.shards`) times `mesh.sequence` of
-    the configuration divides the number of devices. If `mesh.tensor` or `mesh.sequence` of the
+    per device than the machine has. Its `mesh.fsdp` times its `mesh.tensor`, times `mesh.sequence`
+    of the configuration, divides the number of devices. If `mesh.tensor` or `mesh.sequence` of the
     configuration is above 1, both are kept, so a plan also needs the same `mesh.tensor`.
 
-    The fastest plan among those that fit is estimated by these criteria, the most important first:
-    the least tensor parallelism, a `model.gradient_checkpointing` other than "blocks", the smallest
-    `mesh.fsdp`, the same kind of device, the largest peak memory. If none fits, the settings are a
-    guess that saves as much memory as possible.
+    Among the plans that fit, these criteria choose the one that is probably fastest, the most
+    important criterion first: the least tensor parallelism, a `model.gradient_checkpointing` other
+    than "blocks", the smallest `mesh.fsdp`, the same kind of device, the largest peak memory. If
+    plans are considered but none fits, the settings are a guess that saves as much memory as
+    possible.
 
     Args:
         config: The configuration to propose for. Its model, largest image size, mesh and
@@ -152,10 +153,10 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
     Returns:
         The proposal. Its settings are `mesh.fsdp`, `optimizer.per_device_batch_size` and
-        `rollout.per_device_batch_size`. A plan adds `mesh.tensor` and, unless it was "auto",
-        `model.gradient_checkpointing`. A guess adds `model.gradient_checkpointing="blocks"` and,
-        for images above 512 pixels in height or width, `model.vae_tile_size`. The settings are
-        empty if there is no plan to consider, or if the configuration trains parameters other than
+        `rollout.per_device_batch_size`. A plan adds `mesh.tensor` and, unless the plan itself had
+        "auto", `model.gradient_checkpointing`. A guess adds `model.gradient_checkpointing="blocks"`
+        and, for images above 512 pixels in height or width, `model.vae_tile_size=512`. The settings
+        are empty if no plan is considered, or if the configuration trains parameters other than
         adapters.
     """
     where = f"{machine.devices} x {machine.kind}, {machine.memory / 1e9:.3g} GB each"
@@ -223,9 +224,9 @@ def _guess(config: Config, machine: Machine, nearest: Record, where: str) -> Pro
     `mesh.fsdp` is the number of devices of the host, divided by `mesh.tensor` and `mesh.sequence`
     of the configuration, rounded down, and at least 1. The backward pass recomputes whole blocks.
     The batch size of the update is halved until memory in proportion to it would fit, and rounded
-    down to an even number, at least 2. The batch size of the rollout is the smaller of this one and
-    the plan's. Images of more than 512 pixels in height or width are decoded in tiles of 512.
-    Whether the result fits is not known.
+    down to an even number, at least 2. The batch size of the rollout is that of `nearest`, but at
+    most this batch size of the update. Images of more than 512 pixels in height or width are
+    decoded in tiles of 512. Whether the result fits is not known.
 
     Args:
         config: The configuration. Its largest image size and its mesh are used.

@@ -23,8 +23,8 @@ LARGEST = 8  # the number of groups of kernels that are listed
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The work of one call of a compiled program on one device, from which its methods compute
-    times.
+    """The work of one call of a compiled program on one device. The methods compute lower bounds
+    of the time that this work takes.
 
     Attributes:
         target: The kind of device, with its peak rates.
@@ -106,14 +106,17 @@ class Roofline:
             * "split": a dict of its parts: seconds of "matmuls" (convolutions too), "attention",
               "memory" (all other kernels) and "links" (collectives; see `split`).
             * "operations_at_peak": the seconds of the arithmetic alone, that of attention too.
-            * "kernels" and "native": the number of runs of all kernels, and of each hand-written
-              one by name (`kernels.count_library_kernels`).
+            * "kernels": the number of runs of all kernels, an integer.
+            * "native": a dict from the name of each kernel of a library, of Pallas, or of a matmul
+              or convolution outside of fusions to its number of runs
+              (`kernels.count_library_kernels`).
             * "operations": arithmetic operations by unit, e.g. {"bf16": 1e12}.
             * "memory_traffic": bytes of main memory that are read and written.
             * "collectives": a list of dicts, one per kind of collective and value of "overlaps":
               "kind", "overlaps" (whether kernels run meanwhile), "count" (the number of runs),
               "sent" (the bytes that one device sends in all runs), "crossing" (the part of "sent"
-              that goes to another host) and "seconds" (of all runs).
+              that goes to another host) and "seconds" (the lower bound for all runs, also of those
+              that overlap with kernels).
             * "largest": a list of dicts for the 8 groups of kernels that take longest. Kernels of
               equal name, result and source are one group: "name", "result" (type and shape of the
               first result), "source" (the operation of JAX that they came from), "times" (the
@@ -140,14 +143,14 @@ class Roofline:
         }
 
     def _collective_rows(self) -> list[dict[str, Any]]:
-        """Returns the collectives of one call, grouped by kind and by whether they overlap with
-        kernels.
+        """Returns the collectives of one call of the program, grouped by kind and by whether they
+        overlap with kernels.
 
         Returns:
             One dict per group, in the order of their first runs: "kind" (e.g. "all-gather"),
             "overlaps" (whether kernels run meanwhile), "count" (the number of runs), "sent" (the
             bytes that one device sends in all runs), "crossing" (the part of "sent" that goes to
-            another host) and "seconds" (of all runs).
+            another host) and "seconds" (the lower bound for all runs).
         """
         groups: defaultdict[tuple[str, bool], list[Collective]] = defaultdict(list)
         for collective in self.collectives:
@@ -197,8 +200,9 @@ def roofline(text: str, target: Target, devices_per_host: int = 1, hosts: int = 
     Args:
         text: The text that `as_text()` of the compiled program returns.
         target: The kind of device that the program was compiled for.
-        devices_per_host: The number of devices per host.
-        hosts: The number of hosts that the program runs on. Not checked against the text.
+        devices_per_host: The number of devices per host. Traffic between hosts takes the network.
+        hosts: The number of hosts that the program runs on. Neither number is checked against the
+            text.
 
     Returns:
         The kernels and collectives of one call on one device, with their numbers of runs. Loops

@@ -126,8 +126,9 @@ def _gpu(
         kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H200".
         capability: Its CUDA compute capability, e.g. (9, 0).
         memory: MiB of memory, as CUDA reports them.
-        rates: Seven peak rates of one device: teraflops of matmuls in BF16, INT8, FP8 and FP4, TB/s
-            of memory, GB/s of the links, and GB/s of the network, both in one direction.
+        rates: Seven peak rates of one device: 10^12 operations per second of matmuls in BF16, INT8,
+            FP8 and FP4 (the BF16 rate for a format without hardware), TB/s of memory, GB/s of all
+            links, and GB/s of the network, both in one direction.
         chip: The figures that XLA's compiler needs.
         on_host: The largest number of devices that one host has.
     """
@@ -159,8 +160,9 @@ def _tpu(
         name: Its name on the command line, e.g. "tpu-v5e".
         kind: Its name in JAX (`jax.Device.device_kind`), e.g. "TPU v5 lite".
         memory: GB (10^9 bytes) of memory of a chip.
-        rates: Five peak rates of a chip: teraflops of matmuls in BF16, INT8 and FP8, TB/s of
-            memory, and GB/s of the links.
+        rates: Five peak rates of a chip: 10^12 operations per second of matmuls in BF16, INT8 and
+            FP8 (the BF16 rate for a format without hardware), TB/s of memory, and GB/s of all links
+            in one direction.
         axes: 2 or 3 for chips that are linked in a two- or three-dimensional torus.
         cores: The number of JAX devices of one chip, among which memory and rates are divided.
     """
@@ -245,7 +247,7 @@ def description(target: Target) -> str:
     """Returns the text that describes a GPU to XLA's compiler (a `GpuTargetConfigProto`).
 
     Args:
-        target: A GPU.
+        target: A GPU. TPUs are not accepted (AssertionError).
     """
     chip = target.chip
     (major, minor) = target.capability

@@ -42,7 +42,8 @@ _MOST_CHIPS = {2: 256, 3: 8192}
 
 
 def prepare(target: Target) -> None:
-    """Prepares this process for compiling for absent devices. Call it before JAX is imported.
+    """Prepares this process for compiling for absent devices. Call it before JAX is imported, which
+    is not checked.
 
     It sets environment variables, which stay for the rest of the process: JAX then runs on the CPU,
     keeps no compiled programs, and does not look for TPUs.
@@ -91,8 +92,8 @@ def devices(target: Target, count: int, hosts: int) -> list[Any]:
 
     Args:
         target: The kind of device.
-        count: The number of devices on each host. A host has from 1 to `target.on_host` GPUs, or 1,
-            4 or 8 TPU chips (8 only with a two-dimensional torus) of `target.cores` devices each.
+        count: The number of devices on each host: from 1 to `target.on_host` GPUs, or all devices
+            (`target.cores` per chip) of 1, 4 or 8 TPU chips (8 only with a two-dimensional torus).
         hosts: The number of hosts, at least 1; a power of two for TPUs.
 
     Returns:
@@ -177,8 +178,8 @@ def lowered(function: Any, arguments: tuple[Any, ...]) -> Any:
 
     Args:
         function: The jitted function. If it reads the current mesh, the caller must set the mesh
-            (`jax.set_mesh`). Without a mesh, kernels are chosen for the platform of this machine
-            (`quant.compile_target`).
+            (`jax.set_mesh`). Kernels that depend on `quant.compile_target` are chosen for the
+            platform of the mesh's devices; without a mesh, for JAX's default backend here.
         arguments: Its arguments, with ShapeDtypeStructs in place of arrays. Their shardings name
             the devices.
 

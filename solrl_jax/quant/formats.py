@@ -96,9 +96,9 @@ class Format:
             device: The device that runs the matmuls.
 
         Returns:
-            True for formats with `cuda_capability=None` on every device. Otherwise whether `device`
-            is of a kind that begins with one of `tpu_kinds`, or an NVIDIA GPU of at least
-            `cuda_capability`; a CPU never is.
+            True on every device, also on CPUs, if `cuda_capability` is None. Otherwise whether
+            `device` is of a kind that begins with one of `tpu_kinds`, or an NVIDIA GPU of at least
+            `cuda_capability`; no CPU is.
         """
         if self.cuda_capability is None:
             return True
@@ -185,8 +185,8 @@ def scoring_dtypes(
         name: "fp32" decodes and scores in float32. "half" decodes in BF16 and scores in FP16 (BF16
             on TPUs, which have no FP16). "auto" is "half" if `precision` is "bf16" and the device
             computes in BF16 (TPUs, and NVIDIA GPUs from compute capability 8.0); otherwise it
-            decodes in the dtype that the autoencoder was released for and scores in float32. The
-            name is not checked.
+            decodes in the dtype that the autoencoder was released for and scores in float32. So
+            does any other name; names are not checked.
         precision: The training precision, "bf16" or "fp32". It matters only for "auto".
         device: The device that decodes and scores.
 

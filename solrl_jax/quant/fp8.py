@@ -49,7 +49,7 @@ class FP8Tensor(QuantizedWithInput):
     scales: Float[Array, "... n_out"]
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """Computes `x @ w` with both operands in FP8.
+        """Computes `x @ w` for a single matrix, with both operands in FP8.
 
         The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. Sums are
         accumulated in float32 (on Hopper with fast accumulation) and written in the dtype of `x`.
@@ -57,7 +57,7 @@ class FP8Tensor(QuantizedWithInput):
 
         Args:
             x: The input [b, s, in] in BF16 or float32 (unscaled sums could exceed the range of
-                FP16). The leaf must hold a single matrix.
+                FP16).
 
         Returns:
             A lazy activation [b, s, out] in the dtype of `x`, complete on every device of the mesh

@@ -27,12 +27,12 @@ def gated_conv(
     results is rounded to the dtype of `x`.
 
     Args:
-        x: The pixels [b, n, c], row by row; c is even. On a TPU, an activation without `grid` must
-            be one lazy part whose first array is the result of a matmul, with all c channels. That
-            array is written to memory.
+        x: The pixels [b, n, c], row by row; c is even. On a TPU, unless the attribute `x.grid` (the
+            size of the image) is set, `x` must be one lazy part whose first array is the result of
+            a matmul, with all c channels. That array is written to memory.
         grid: The number of rows and of columns of the n pixels (of this device, under sequence
-            parallelism); their product is n. It equals the `grid` of `x` if `x` has one, which is
-            not checked.
+            parallelism); their product is n. It equals `x.grid` if that is set, which is not
+            checked.
         kernel: The filters [3, 3, 1, c] of the convolution, which has stride 1 and zero padding.
         bias: The bias [c] of the convolution.
 
@@ -40,7 +40,7 @@ def gated_conv(
         The gated pixels [b, n, c / 2] in the dtype of `x`.
 
     Raises:
-        ValueError: On a TPU, if `x` has no `grid` and several parts, as after
+        ValueError: On a TPU, if `x.grid` is None and `x` has several parts, as after
             `LazyActivation.concat`.
     """
     # A matmul in INT8 on a TPU writes images already (`LazyActivation.grid`).

@@ -19,8 +19,9 @@ class HalfPrecisionWeight(Leaf):
 
     The input is cast to the dtype of the weight, and the matmul accumulates in float32. Unlike that
     of other leaves, the result has the dtype of the weight. The residual stream, norms and softmax
-    of the network stay in float32. A 16-bit residual stream would be rounded in each layer, and the
-    errors of all layers would add up.
+    of the network stay in float32: JAX promotes the sum of the float32 stream and a 16-bit result
+    to float32. A 16-bit residual stream would be rounded in each layer, and the errors of all
+    layers would add up.
 
     Attributes:
         output_axes: A class attribute: by field, the axis of the outputs, which may be sharded over
@@ -41,8 +42,8 @@ class HalfPrecisionWeight(Leaf):
                 infinite.
 
         Returns:
-            The result [rows, n_out] in the dtype of the weight, with its outputs sharded over the
-            mesh axis `tensor` if their number is a multiple of the axis.
+            The result [rows, n_out] in the dtype of the weight, with its columns sharded over the
+            mesh axis `tensor` if n_out is a multiple of the size of that axis.
         """
         return tensor_parallel.column_parallel_matmul(x.astype(self.weight.dtype), self.weight)
 

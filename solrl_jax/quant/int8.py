@@ -51,20 +51,20 @@ class INT8Tensor(QuantizedWithInput):
     scales: Float[Array, "... n_out"]
 
     def lazy_matmul(self, x: LazyActivation) -> LazyActivation:
-        """Computes `x @ w` with both operands in INT8, accumulated in INT32.
+        """Computes `x @ w` for a single matrix, with both operands in INT8, accumulated in INT32.
 
         The rows of `x` are quantized by `encode`, once for all matmuls that read `x`. The scales of
         rows and columns are applied to the sums in float32, and the result is rounded to the dtype
         of `x`.
 
         Args:
-            x: The input [b, s, in]. The leaf must hold a single matrix.
+            x: The input [b, s, in].
 
         Returns:
             The result [b, s, out] in the dtype of `x`, as a lazy activation that is an array
             already, marked as containing a quantized matmul. It is complete on every device of the
-            mesh axis `tensor`, and has the `grid` of `x`. Rows with a non-finite input value become
-            NaN or infinite.
+            mesh axis `tensor`, and has the `grid` (the size of the image, or None) of `x`. Rows
+            with a non-finite input value become NaN or infinite.
         """
         codes, scales = x.encode(encode)
         shape = (*codes.shape[:2], self.codes.shape[0])
@@ -97,9 +97,10 @@ def quantize(w: Matrix) -> INT8Tensor:
             from 1 to `MAX_INPUTS` (133,144).
 
     Returns:
-        The leaf, of JAX arrays. The scale of an output channel is its largest magnitude divided by
-        127. A channel whose scale would be subnormal (below 2^-126; also a channel of zeros) has
-        zero codes; a channel with a non-finite value has a non-finite scale.
+        The leaf, of JAX arrays: the int8 codes [..., out, in], with `in` last, and the float32
+        scales [..., out]. The scale of an output channel is its largest magnitude divided by 127. A
+        channel whose scale would be subnormal (below 2^-126; also a channel of zeros) has zero
+        codes; a channel with a non-finite value has a non-finite scale.
 
     Raises:
         ValueError: If the matrices have more than `MAX_INPUTS` (133,144) inputs.
@@ -117,7 +118,8 @@ def encode(
 ) -> tuple[list[Int8[Array, "..."]], list[Float[Array, "..."]]]:
     """Quantizes rows to INT8 (an encoder for `LazyActivation.encode`).
 
-    The scale of a row is its largest magnitude over all parts, divided by 127.
+    The scale of a row is its largest magnitude over all parts, divided by 127. Codes round to
+    nearest, ties to even.
 
     Args:
         parts: The columns of the rows as one or more float32 arrays [..., n_i], the first columns

@@ -93,10 +93,10 @@ class LazyPart:
             padding; a TPU kernel calls it on blocks of rows [rows, n].
         arrays: At least one array [b, s, n], or a `ColumnView` of such an array. The sizes b, s and
             n may also be 1 (broadcast), and each array may have a width n of its own.
-        exact: Whether the part contains no quantized matmul. `LazyActivation.value` computes an
-            exact part in the dtypes of its arrays, as in the released networks, and other parts in
-            float32. The result of a leaf without a `lazy_matmul` of its own, such as `Corrected`,
-            counts as exact.
+        exact: Whether `LazyActivation.value` computes the part in the dtypes of its arrays, as in
+            the released networks, and not in float32. False for parts that contain a quantized
+            matmul, unless the leaf of that matmul has no `lazy_matmul` of its own, such as
+            `Corrected`.
         start: With `stop`, the rows `start` to `stop` of the first array that the part uses; row
             `start` meets row 0 of the other arrays, which have `stop - start` rows or one. Ignored
             if `stop` is None.
@@ -132,8 +132,8 @@ class LazyPart:
 class LazyActivation:
     """An activation [b, s, n] that need not exist in memory: the kernel that reads it computes it.
 
-    Its value and its encodings are computed when they are first read, and then kept. Two
-    activations are equal only if they are the same object.
+    Its value and its encodings (for example as codes and scales, see `encode`) are computed when
+    they are first read, and then kept. Two activations are equal only if they are the same object.
 
     Attributes:
         parts: The columns of the activation, from the first on, in one or more parts. Each is a
@@ -165,8 +165,8 @@ class LazyActivation:
             rows: The range of rows (along s) that the activation consists of: the first one, and
                 the one after the last. None takes all rows.
             dtype: The dtype of the activation. None: the dtype of `x`.
-            exact: Whether `x` was computed without a quantized matmul. Activations that are not
-                exact are computed further in float32.
+            exact: Whether `x` was computed without a quantized matmul. If False, `value` evaluates
+                functions of the activation (`map`) in float32 and not in the dtype of `x`.
 
         Returns:
             The lazy activation, whose value is the rows of `x`, cast to `dtype`. It has no `grid`.
@@ -183,11 +183,11 @@ class LazyActivation:
                 padded with zeros to a power of two, which must not change the columns before the
                 padding.
             *more: Further arrays [b, s, n], any of whose axes may have size 1. Their row 0 meets
-                the first row of the activation.
+                the first row of the activation, even if that row is not row 0 of its array.
 
         Returns:
-            The lazy result, with the dtype and grid of this activation. It is exact if this
-            activation is.
+            The lazy result, with the dtype and the `grid` (the size of the image, or None) of this
+            activation. It is exact (without a quantized matmul) if this activation is.
 
         Raises:
             ValueError: If the activation has several parts, as after `concat`.
@@ -216,7 +216,8 @@ class LazyActivation:
                 without an error.
 
         Returns:
-            The lazy result, with the dtype of this activation. It is exact if both are.
+            The lazy result, with the dtype of this activation and without a `grid`. It is exact
+            (without a quantized matmul) if both are.
 
         Raises:
             ValueError: If either activation has several parts, as after `concat`.
@@ -239,8 +240,8 @@ class LazyActivation:
             other: A lazy activation [b, s, m], with the b and s of this one. Its columns follow.
 
         Returns:
-            The lazy activation [b, s, n + m], with the parts of both and the dtype of this
-            activation.
+            The lazy activation [b, s, n + m], with the parts of both, the dtype of this activation
+            (whatever that of `other` is), and no `grid`.
         """
         return LazyActivation((*self.parts, *other.parts), self.dtype)
 
@@ -254,8 +255,9 @@ class LazyActivation:
                 result.
 
         Returns:
-            One lazy activation [b, s, width] per width, in their order, with the dtype and grid of
-            this one, and exact if it is. That the widths add up to at most n is not checked.
+            One lazy activation [b, s, width] per width, in their order, with the dtype and the
+            `grid` (the size of the image, or None) of this one, and exact (without a quantized
+            matmul) if this one is. That the widths add up to at most n is not checked.
 
         Raises:
             ValueError: If the activation has several parts, as after `concat`.
@@ -292,15 +294,17 @@ class LazyActivation:
 
     @property
     def exact(self) -> bool:
-        """Whether no part of the activation contains a quantized matmul."""
+        """Whether all parts of the activation are marked as free of quantized matmuls
+        (`LazyPart.exact`).
+        """
         return all(part.exact for part in self.parts)
 
     @cached_property
     def value(self) -> Float[Array, "b s n"]:
         """The activation as an array [b, s, n] in memory, in `dtype`. Computed once and kept.
 
-        Plain JAX operations compute exact parts in the dtypes of their arrays, and other parts in
-        float32; both are then cast to `dtype`.
+        Plain JAX operations compute exact parts (marked as free of quantized matmuls) in the dtypes
+        of their arrays, and other parts in float32; both are then cast to `dtype`.
         """
         values = [
             part.compute(None if part.exact else jnp.float32).astype(self.dtype)
@@ -509,8 +513,8 @@ def _replace_arrays(
 
     Args:
         pieces: For each of several activations, its parts.
-        arrays: The new arrays, in the order of `_arrays`. As many as needed are taken from the
-            iterator.
+        arrays: The new arrays: activation by activation, part by part, array by array. As many as
+            needed are taken from the iterator.
 
     Returns:
         The parts of each activation, with their functions and ranges of rows kept. A `ColumnView`
@@ -561,18 +565,19 @@ def triton_kernel(
 
     Args:
         encode: The encoder: from the columns of a row (float32 arrays, one per part, the first
-            columns first) to a tuple of outputs. Each is a list with one array per part, whose
-            width is in a fixed ratio to that of the padded part (the kernel cuts both alike), or
-            with a single array, such as the scale of the row. The columns of each part come padded
-            with zeros to a power of two, at least `MIN_ROW_WIDTH` (64); the padding must not change
-            the outputs for the columns of the row.
+            columns first) to a tuple of outputs. Each is a list with a single array, such as the
+            scale of the row, or with one array per part. The width of the latter is proportional to
+            that of the padded part, e.g. one scale per 16 columns, so that the kernel can cut off
+            its padding. The columns of each part come padded with zeros to a power of two, at least
+            `MIN_ROW_WIDTH` (64); the padding must not change the outputs for the columns of the
+            row.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis, and all have one batch and one width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
         The outputs of the encoder, each one array [b, s, m], where s is the number of rows of all
-        activations together, and m the width of the output without padding.
+        activations together, and m the width of the output for a row without padding.
     """
     from jax.experimental import pallas as pl  # imported here because the import takes a second
     from jax.experimental.pallas import triton as plgpu
@@ -725,7 +730,8 @@ def tpu_kernel(
         encode: The encoder: from the columns of a block of rows (float32 arrays [rows, n], one per
             part, the first columns first) to a tuple of outputs, each again a list of arrays, in
             INT8, BF16 or float32.
-        parts: The parts of the activation. The widths of all but the last are multiples of `LANES`.
+        parts: The parts of the activation. The widths of all but the last are multiples of `LANES`
+            (128).
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no TPU.
 
     Returns:

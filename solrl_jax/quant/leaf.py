@@ -67,7 +67,8 @@ class Leaf(abc.ABC):
 
         Returns:
             The lazy result [b, s, n_out], in the dtype of `matmul`'s result, complete on every
-            device of the mesh axis `tensor`. It is marked as exact, whatever `x` is.
+            device of the mesh axis `tensor`. It is marked as exact even if `x` or the leaf is
+            quantized: after `map`, `value` is computed in that dtype and not in float32.
         """
         value = x.value
         y = self.matmul(value.reshape(-1, value.shape[-1]))
@@ -153,8 +154,8 @@ class QuantizedWithInput(Quantized):
 def scale_lazily(
     y: Float[Array, "b s padded"], *scales: Float[Array, "..."], width: int
 ) -> LazyActivation:
-    """Multiplies the matmul of two code arrays by their scales, in the kernel that reads the
-    result.
+    """Multiplies the matmul of the codes (quantized values) of two operands by their scales, in the
+    kernel that reads the result.
 
     Args:
         y: The matmul of the codes [b, s, padded], which may be sharded over the mesh axis `tensor`

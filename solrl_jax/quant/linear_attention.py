@@ -45,8 +45,8 @@ MAX_VALUES = 2**14
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """The blocks of an image in MHLA's linear attention (arXiv 2601.07832): the keys of each block
-    are summed separately, and each block's queries read a mixture of the sums.
+    """The blocks of an image in multi-head linear attention (MHLA, arXiv 2601.07832): the keys of
+    each block are summed separately, and each block's queries read a mixture of the sums.
 
     Attributes:
         layout: The number of blocks from top to bottom, and from left to right. They must divide
@@ -55,10 +55,11 @@ class Blocks:
         eps: Added to the ReLU of queries and keys. The default adds nothing.
         denominator_eps: Added to the denominator of the attention, so that it is not 0. The default
             is 1e-15.
-        released: Which denominator a query q of block i has, with the mixing weights m_ib and the
-            sum z_b of the keys of block b. False, as in the paper: `q . sum_b m_ib z_b`. True, as
-            in MHLA's released code: `sum_b m_ib q_b . z_b`, where q_b is the query at the same
-            place in block b.
+        released: Which denominator a query q of block i has (before `denominator_eps` is added),
+            with f(x) = relu(x) + eps, the mixing weights m_ij, and the sum z_j of f(k) over the
+            keys of block j. False, as in the paper: `f(q) . sum_j m_ij z_j`. True, as in MHLA's
+            released code: `sum_j m_ij f(q_j) . z_j`, where q_j is the query at the same place
+            within block j.
     """
 
     layout: tuple[int, int]
@@ -97,41 +98,41 @@ def linear_attention(
     blocks: Blocks | None = None,
     mix: Float[Array, "m m"] | None = None,
 ) -> Float[Array, "b n d"]:
-    """Computes linear attention with the features `f(x) = relu(x) + eps`, summed in float32.
+    """Computes linear attention with the feature map `f(x) = relu(x) + eps`, summed in float32.
 
     For each head, a query q becomes
 
         f(q) S / (f(q) . z + denominator_eps)         S = sum f(k) v^T, z = sum f(k), over all keys
 
-    with eps 0 and denominator_eps 1e-15. With blocks, each block b of the image has its own sums
-    S_b and z_b over its keys, and a query of block i becomes, with the mixing matrix m,
+    with eps 0 and denominator_eps 1e-15. With blocks, each block j of the image has its own sums
+    S_j and z_j over its keys, and a query of block i becomes, with the mixing matrix m,
 
-        f(q) (sum_b m_ib S_b) / (f(q) . (sum_b m_ib z_b) + denominator_eps)
+        f(q) (sum_j m_ij S_j) / (f(q) . (sum_j m_ij z_j) + denominator_eps)
 
-    In the released variant, the first term of its denominator is `sum_b m_ib f(q_b) . z_b`, where
-    q_b is the query at the same place in block b.
+    In the variant of MHLA's released code (`blocks.released`), the denominator is `sum_j m_ij
+    f(q_j) . z_j + denominator_eps`, where q_j is the query at the same place within block j.
 
     Under sequence parallelism, the queries of each device read the sums over the keys of all
     devices. One Triton kernel computes the attention if all of these conditions hold:
 
     * The program is for a GPU and the queries are in BF16.
     * Each input is a single lazy part of all its rows.
-    * A head has 16, 32 or 64 features, and the sums S_b of a head have at most 2^14 values, with
-      the number of blocks rounded up to a power of two.
+    * A head has 16, 32 or 64 columns, and the sums S_j of all blocks of one head have at most 2^14
+      values together, with the number of blocks rounded up to a power of two.
     * Neither the released variant nor sequence parallelism is used.
 
     Otherwise plain JAX computes the same. Both have gradients with respect to q, k, v and m.
 
     Args:
-        q: Queries [b, n, d] before their feature, heads side by side in d. The n rows are all
-            tokens of the image in raster order (under sequence parallelism, those of this device).
-            Column j of q, k and v must depend only on column j of the arrays that they are computed
-            from (or on arrays of width 1), as after a matmul and a bias. This is not checked.
-        k: Keys [b, n, d] before their feature, as `q`.
+        q: Queries [b, n, d] before f, heads side by side in d. The n rows are all tokens of the
+            image in raster order (under sequence parallelism, those of this device). Each column of
+            q, k and v must depend only on the same column of the arrays that they are computed from
+            (or on arrays of width 1), as after a matmul and a bias. This is not checked.
+        k: Keys [b, n, d] before f, as `q`.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
-        blocks: The blocks of the image, with eps, denominator_eps and the variant. It must be None
-            under sequence parallelism. None: no blocks, whatever `mix` is.
+        blocks: The blocks of the image, with eps, denominator_eps and the variant (`released`). It
+            must be None under sequence parallelism. None: no blocks, whatever `mix` is.
         mix: The mixing matrix m [blocks, blocks]; row i belongs to the queries of block i. None: no
             blocks and eps 0, whatever `blocks` is.
 
@@ -222,18 +223,18 @@ def mixed_reference(
     """Computes MHLA's attention (arXiv 2601.07832) in plain JAX, with sums in float32:
     `linear_attention` with blocks.
 
-    With the feature f(x) = relu(x) + eps, S_b the sum of f(k) v^T and z_b that of f(k) over the
-    keys of block b, a query of block i becomes, for each head,
+    With f(x) = relu(x) + eps, S_j the sum of f(k) v^T and z_j that of f(k) over the keys of block
+    j, a query of block i becomes, for each head,
 
-        f(q) (sum_b m_ib S_b) / (f(q) . sum_b m_ib z_b + denominator_eps)
+        f(q) (sum_j m_ij S_j) / (f(q) . sum_j m_ij z_j + denominator_eps)
 
-    In the variant of the released code (`blocks.released`), the denominator is `sum_b m_ib f(q_b) .
-    z_b + denominator_eps`, where q_b is the query at the same place in block b.
+    In the variant of the released code (`blocks.released`), the denominator is `sum_j m_ij f(q_j) .
+    z_j + denominator_eps`, where q_j is the query at the same place within block j.
 
     Args:
-        q: Queries [b, n, d] before their feature, heads side by side. n is the product of
-            `blocks.grid`, and tokens are in raster order.
-        k: Keys [b, n, d] before their feature, heads side by side.
+        q: Queries [b, n, d] before f, heads side by side. n is the product of `blocks.grid` (the
+            rows and columns of tokens), and tokens are in raster order.
+        k: Keys [b, n, d] before f, heads side by side.
         v: Values [b, n, d], heads side by side.
         heads: The number of heads, which divides d.
         blocks: How the tokens are divided into blocks; also eps, denominator_eps, and whether the
@@ -315,15 +316,17 @@ def with_gradient(
         kernel: `run_kernel` with its first four arguments given. Called as `kernel(False, mix,
             *arrays)`, it returns the attended values; as `kernel(True, mix, *arrays, g)`, with
             their gradient g, the gradients of mix for each image and head [b, heads, m, m] (which
-            are added here), and of q, k and v.
+            are added here), and of q, k and v (from which the gradients of the arrays are computed
+            here, by the VJPs of `functions`).
         functions: The three functions that compute q, k and v [b, n, d], each from its own arrays
             [b or 1, n or 1, columns or 1].
         counts: How many arrays each of these functions takes, in the order of `functions`.
 
     Returns:
         A function `(mix, *arrays) -> attended values [b, n, d]`. `mix` is the mixing matrix [1, m,
-        m], padded as `run_kernel` takes it, and the arrays are those of q, then of k, then of v. It
-        has gradients with respect to all of them; in the padding of `mix` they are arbitrary.
+        m], float32, padded with zeros to a power of two m, and the arrays are those of q, then of
+        k, then of v. The function has gradients with respect to all of them; in the padding of
+        `mix` they are arbitrary.
     """
     forward = shard_map_kernel(functools.partial(kernel, False))
     backward = shard_map_kernel(functools.partial(kernel, True))
@@ -369,12 +372,14 @@ def run_kernel(
             head begins; any number for an array of one column.
         widths: The number of features of one head (one of `HEAD_DIMS`: 16, 32 or 64), and of all
             heads together.
-        blocks: The blocks of the image. `released` is ignored.
+        blocks: The blocks of the image, with eps and denominator_eps. `released` is ignored: the
+            denominator is always the paper's.
         backward: Whether to compute the gradient instead of the attended values.
         *arrays: The mixing matrix [b or 1, m, m] in float32, padded with zeros, where m is the
             number of blocks rounded up to a power of two; the arrays [b or 1, n or 1, columns or 1]
-            of all functions in order; and, if `backward`, the gradient [b, n, d] of the result. An
-            axis of size 1 is broadcast. At least one has b images.
+            of all functions in order; and, if `backward`, the gradient [b, n, d] of the result,
+            where d is the width of all heads. An axis of size 1 is broadcast. At least one array
+            has b images.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.
 
     Returns:
@@ -430,15 +435,15 @@ class _Head:
 
     The tokens of a block of the image are processed in groups of 16 to 64. A group is a pair of
     arrays [tokens, 1]: the indices of its tokens in the image, and whether each exists (the last
-    group of a block may be incomplete). Arrays with an axis of blocks have its size m rounded up to
-    a power of two. A `_Head` can be created only inside a Pallas kernel with the grid (images,
-    heads).
+    group of a block may be incomplete). An axis of blocks has size m, the number of blocks rounded
+    up to a power of two. In shapes, head is the number of features of a head. A `_Head` can be
+    created only inside a Pallas kernel with the grid (images, heads).
 
     Args:
         pl: The module `jax.experimental.pallas`.
         plgpu: The module `jax.experimental.pallas.triton`.
         functions: The three functions that compute q, k and v. Each is called with one float32
-            array [tokens or 1, head or 1] for each of its references, and returns [tokens, head].
+            array [tokens or 1, head or 1] for each array that it reads, and returns [tokens, head].
         first_columns: For each array of each function, the column at which the first head begins.
         head_dim: The number of features of the head, a power of two: 16, 32 or 64.
         blocks: How the tokens of the image are divided into blocks, each of which has its own sums;
@@ -447,7 +452,7 @@ class _Head:
     Attributes:
         index: The index of the head, from the program's place in the grid.
         columns: The indices of this head's columns [1, head_dim] in arrays that hold all heads.
-        block_index: 0, 1, ... up to the padded number of blocks, an array.
+        block_index: The numbers from 0 to m - 1, an array [m].
         group_size: The number of tokens of a group: a block's tokens, rounded up to a power of two,
             within 16 to 64.
     """
@@ -461,7 +466,9 @@ class _Head:
         head_dim: int,
         blocks: Blocks,
     ):
-        """Finds the head in the grid of the kernel. The class describes the arguments."""
+        """Reads the index of the head from the program's place in the kernel's grid. The class
+        describes the arguments.
+        """
         self.plgpu = plgpu
         self.functions = functions
         self.first_columns = first_columns
@@ -476,8 +483,8 @@ class _Head:
         """Returns functions that compute q, k (both before their ReLU) and v of a group of tokens.
 
         Args:
-            refs: The references to the arrays in memory: those of q, then of k, then of v. Each has
-                one entry in `first_columns`.
+            refs: References to the arrays in memory that q is computed from, then to those of k,
+                then to those of v. Each reference has one entry in `first_columns`.
 
         Returns:
             Three functions, for q, k and v, from a group (a pair of token indices and whether they
@@ -504,8 +511,8 @@ class _Head:
 
         Args:
             x: Queries or keys of a group [tokens, head].
-            tokens: The group: the indices of its tokens [tokens, 1], and whether each exists
-                [tokens, 1]. Tokens that do not exist have features 0.
+            tokens: The group of tokens: their indices in the image [tokens, 1], and whether each
+                exists [tokens, 1]. Tokens that do not exist have features 0.
 
         Returns:
             The features [tokens, head] in the dtype of `x`.
@@ -517,10 +524,10 @@ class _Head:
 
         Args:
             ref: A reference to an array [n or 1, columns or 1]; axes of size 1 are broadcast.
-            tokens: The group: the indices of its tokens [tokens, 1], and whether each exists
-                [tokens, 1].
-            first_column: The column of the array at which the first head begins. Not read if it has
-                one column.
+            tokens: The group of tokens: their indices in the image [tokens, 1], and whether each
+                exists [tokens, 1].
+            first_column: The column of the array at which the first head begins. Not read if the
+                array has one column.
 
         Returns:
             Float32 values [tokens or 1, head or 1]. Tokens that do not exist are 0, unless the
@@ -539,8 +546,8 @@ class _Head:
 
         Args:
             ref: A reference to an array [n, width of all heads]. The values are cast to its dtype.
-            tokens: The group: the indices of its tokens [tokens, 1], and whether each exists
-                [tokens, 1].
+            tokens: The group of tokens: their indices in the image [tokens, 1], and whether each
+                exists [tokens, 1].
             value: The values of this head [tokens, head].
         """
         mask = jnp.broadcast_to(tokens[1], value.shape)
@@ -582,22 +589,24 @@ class _Head:
             *num_blocks: Nothing for the sums of one block. One number, m, for those of m blocks.
 
         Returns:
-            S [head, head] and z [head]; with m, S [m, head, head] and z [m, head].
+            S [head, head] and z [head], where head is the number of features of a head; with m,
+            S [m, head, head] and z [m, head].
         """
         state = jnp.zeros((*num_blocks, self.head_dim, self.head_dim), jnp.float32)
         return state, jnp.zeros((*num_blocks, self.head_dim), jnp.float32)
 
     def sums(self, k: Any, v: Any) -> tuple[Array, ...]:
-        """Computes the sums S = sum f(k) v^T and z = sum f(k) over the tokens of each block.
+        """Computes the sums S = sum f(k) v^T and z = sum f(k), where f(k) = relu(k) + eps, over the
+        tokens of each block.
 
         Args:
-            k: Computes the keys [tokens, head] of a group before their ReLU, one of the functions
-                of `loaders`.
-            v: Computes the values [tokens, head] of a group, one of the functions of `loaders`.
+            k: The function from `loaders` that computes the keys [tokens, head] of a group of
+                tokens before their ReLU.
+            v: The function from `loaders` that computes the values [tokens, head] of a group.
 
         Returns:
-            S [m, head, head] (keys first) and z [m, head] of all blocks, float32. Blocks that are
-            padding have zeros.
+            S [m, head, head] (keys first) and z [m, head] of all blocks, float32. m is the number
+            of blocks rounded up to a power of two; blocks that are padding have zeros.
         """
 
         def add_group(tokens: Any, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -618,10 +627,10 @@ class _Head:
         return jax.lax.fori_loop(0, self.blocks.count, add_block, start)
 
     def is_block(self, block: Any, x: Array) -> Array:
-        """Marks one block along the first axis of sums of all blocks.
+        """Marks one block of the image along the first axis of sums of all blocks.
 
         Args:
-            block: The index of the block, in raster order; may be traced.
+            block: The index of the block, in raster order of blocks; may be traced.
             x: Sums of all blocks [m, ...]. Only their number of axes matters.
 
         Returns:
@@ -670,8 +679,9 @@ def _backward(head: _Head, *refs: Any) -> None:
             a power of two; to the arrays that `head.functions` compute q, k and v from, in order,
             as many as `head.first_columns` lists for each; to the gradient of the attended values
             [n, width]; and to the outputs: the gradient of the mixing matrix for each head [heads,
-            m, m], and the gradients of q, k and v themselves [n, width]. This head's part of the
-            outputs is written; rows that are padding of m are not.
+            m, m], and the gradients [n, width] of q, k and v themselves, not of the arrays that
+            they are computed from. This head's part of the outputs is written, except for the rows
+            of the mixing gradient that are padding, which stay uninitialized.
     """
     mix, *inputs, gradient, mix_gradient, q_gradient, k_gradient, v_gradient = refs
     q, k, v = head.loaders(inputs)
@@ -788,7 +798,8 @@ def _split_bf16(x: Float[Array, "..."]) -> list[Float[Array, "..."]]:
 
     Returns:
         Three arrays of the shape of `x`, the largest magnitudes first. Their sum is exactly `x`, as
-        long as no part is so small that it underflows. For an infinite value, the sum is NaN.
+        long as no part is so small that it underflows. For a value that is infinite in BF16, the
+        sum is NaN.
     """
     parts = []
     for _ in range(3):

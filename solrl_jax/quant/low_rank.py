@@ -39,16 +39,16 @@ class LowRank(Leaf):
     scale: float = dataclasses.field(metadata={"static": True})
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """Returns `x @ base + scale * x @ a @ b`, computed in the dtype of `x`.
+        """Returns `x @ base + scale * x @ a @ b` for a single matrix, with all factors cast to the
+        dtype of `x`.
 
         Args:
-            x: Activations [rows, n_in] of a floating-point dtype. The leaf must hold a single
-                matrix.
+            x: Activations [rows, n_in] of a floating-point dtype.
 
         Returns:
-            The result [rows, n_out] in the dtype of `x`, with its outputs sharded over the mesh
-            axis `tensor` if their number is a multiple of the axis. Gradients of `a` and `b` are
-            accumulated in float32. The gradient of `base` is not stopped, but callers do not
+            The result [rows, n_out] in the dtype of `x`, with its columns sharded over the mesh
+            axis `tensor` if n_out is a multiple of the size of that axis. Gradients of `a` and `b`
+            are accumulated in float32. The gradient of `base` is not stopped, but callers do not
             request it.
         """
         y = tensor_parallel.column_parallel_matmul(x, self.base.astype(x.dtype))
@@ -96,8 +96,8 @@ def _low_rank_forward(scale, x, a, b):
         b: The second LoRA factor [rank, n_out].
 
     Returns:
-        The result [rows, n_out], and the residuals for the backward pass: x, the inner result `x @
-        a` [rows, rank] (named "matmul" for gradient checkpointing), a and b.
+        The result `scale * x @ a @ b` [rows, n_out], and the residuals for the backward pass, (x,
+        x @ a, a, b), where x @ a [rows, rank] is named "matmul" for gradient checkpointing.
     """
     inner = checkpoint_name(x @ a.astype(x.dtype), MATMUL)
     # The scale is applied to the small factor `b`: applied to the result, it would read and write
@@ -115,8 +115,8 @@ def _low_rank_backward(scale, residuals, g):
         g: The gradient of the result [rows, n_out].
 
     Returns:
-        The gradients of x (in the dtype of `g`), of a and of b (summed over the rows in float32,
-        and then cast to the dtypes of a and b).
+        The gradients of x (through the low-rank update alone, in the dtype of `g`), of a and of b
+        (summed over the rows in float32, and then cast to the dtypes of a and b).
     """
     x, inner, a, b = residuals
     g_inner = g @ (scale * b).astype(g.dtype).T

@@ -61,13 +61,14 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
         x: The lazy activation [b, s, n_in], of a floating-point dtype.
         w: A single matrix [n_in, n_out]: an array, or a leaf of the parameter tree. A leaf in FP8,
             INT8 or NVFP4 reads only codes and scales of `x`. For all other weights (also a
-            `Corrected` leaf, whose remainder is in such a format), `x` and the result are written
-            to memory.
+            `Corrected` leaf, a low-rank branch beside a matrix in such a format), `x` is written to
+            memory, and the lazy result holds an array that is in memory already.
 
     Returns:
         The lazy result [b, s, n_out] in the dtype of `x` (a `HalfPrecisionWeight` gives its own
-        dtype), complete on every device of the mesh axis `tensor`. It is marked as exact unless the
-        weight is in FP8, INT8 or NVFP4.
+        dtype), complete on every device of the mesh axis `tensor`. Unless the weight is in FP8,
+        INT8 or NVFP4, it is marked as exact (`LazyPart.exact`): plain JAX operations then compute
+        functions of it in its own dtype, and not in float32.
 
     Raises:
         ValueError: If `w` is an array and `x` is not of a floating-point dtype.
@@ -92,7 +93,8 @@ def matmul_sharded(x: Float[Array, "rows n_in"], w: Weight) -> Float[Array, "row
         the weight, FP16 or BF16.
 
     Raises:
-        ValueError: If `w` is an NVFP4 weight and `x` does not have `n_in` columns.
+        ValueError: If `w` is an NVFP4 weight and `x` does not have `n_in` columns. Other wrong
+            shapes are JAX's TypeError.
     """
     if isinstance(w, Leaf):
         return w.matmul(x)

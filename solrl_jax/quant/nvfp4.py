@@ -119,11 +119,11 @@ class NVFP4Tensor(QuantizedWithInput):
 
 
 def quantize(w: Matrix) -> NVFP4Tensor:
-    """Quantizes weight matrices to NVFP4.
+    """Quantizes weight matrices to NVFP4. 16 consecutive inputs of an output share a block scale.
 
     Args:
         w: Matrices [..., in, out] of a floating-point dtype, on the device or in NumPy. No axis is
-            empty.
+            empty. Any other numbers of inputs and outputs are padded with zeros (`NVFP4Tensor`).
 
     Returns:
         The leaf, of JAX arrays, with a tensor scale per matrix: the largest magnitude divided by
@@ -184,7 +184,7 @@ def scale_blocks(
         x: Float32 rows [..., k]; k is a multiple of 16. Blocks lie along the last axis.
         scale: The float32 scale of the whole tensor or of each row, which multiplies the block
             scales. It broadcasts against `x`, with a last axis of 1. Where it is at most 2^-117 or
-            NaN, block scales and finite values become zero, and an infinity becomes NaN.
+            NaN, block scales and finite values of `x` become zero, and infinite ones become NaN.
 
     Returns:
         The float32 values [..., k], clipped to magnitudes up to 6, and the block scales [..., k /
@@ -281,7 +281,7 @@ def _on_own_rows(
 
     `x` already holds the rows of one device along `sequence`. They are split over all other mesh
     axes but `tensor`. If their number is not a multiple of the number of shards, every device
-    multiplies all of them.
+    multiplies all rows of `x`.
 
     Args:
         dot: The matmul, a function (x, x_scales, w, w_scales) -> [rows, n_out].

@@ -9,8 +9,9 @@ mesh. In the backward pass of attention, devices exchange their tokens of all sa
 all tokens of some samples and heads, so no sum over queries is split either. The gradients of
 adapters and of what all devices share are sums over tokens, which are added in float32.
 
-All functions read the mesh of `jax.set_mesh`. If it has no axis `sequence`, or one of size 1, they
-leave programs as they are.
+All functions read the mesh of `jax.set_mesh`. If it has no axis `sequence`, or one of size 1,
+`shard_tokens`, `gather_tokens` and `replicate_tokens` leave programs as they are. The other
+functions that communicate are for use inside `shard_tokens` alone.
 """
 
 import functools
@@ -56,16 +57,16 @@ def shard_tokens(
         x: The tokens that are sharded. Every device gets n / shards consecutive ones.
         rotation: A tree of arrays with one entry per position [b or 1, positions, ...]: the cosines
             and sines of rotary angles. The n entries from `start` on belong to `x` and are sharded
-            with it; `f` gets its share of them between all entries before and after. None: no
-            positions.
+            with it. `f` gets, along the positions: all entries before `start`, its share of these
+            n, and all entries from `start + n` on. None: no positions.
         text: An array [b, l, d] of tokens that every device computes completely, such as a text
             stream that is much shorter than the image. None: there are none.
         start: The position of the first token of `x`, an index into `rotation`.
 
     Returns:
-        The tokens [b, n, ...] and the text that `f` returns. The tokens stay sharded until
-        something reads all of them. The text is that of the first device, and so its gradient goes
-        to the first device alone.
+        The tokens [b, n, ...], still sharded along n, and the text that `f` returns. The text is
+        that of the first device, and its gradient goes to the first device alone, so that it counts
+        once.
 
     Raises:
         ValueError: While tracing, if the number of shards does not divide n.
@@ -105,8 +106,8 @@ def shard_tokens(
 
 
 def _widen(x: Array) -> Array:
-    """Casts an array that every device has, so that the parts of its gradient are added in float32.
-    `shard_tokens` casts it back on each device.
+    """Casts a replicated input of `shard_tokens`, so that its gradients from all devices are added
+    in float32. `shard_tokens` casts it back on each device.
 
     Args:
         x: An array of any dtype.
@@ -142,8 +143,9 @@ def gather_tokens(
     added in float32.
 
     Args:
-        x: An array with one entry per token, along the second axis: of the sharded tokens, those of
-            this device; around them, tokens that every device has.
+        x: An array with one entry per token, along the second axis. The entries from `start` up to
+            `stop` are the sharded tokens of this device. Entries before and after them are tokens
+            that every device has, such as text.
         start: The first entry that belongs to sharded tokens. Entries before it are kept.
         stop: The entry after the last one that belongs to sharded tokens. Entries from it on are
             kept. None: all entries up to the end are sharded.
@@ -163,7 +165,9 @@ def gather_tokens(
 def neighbor_tokens(
     x: Float[Array, "b n ..."], count: int
 ) -> tuple[Float[Array, "b count ..."], Float[Array, "b count ..."]]:
-    """Fetches the tokens before and after those of this device. For use inside `shard_tokens`.
+    """Fetches the tokens before and after those of this device.
+
+    For use inside `shard_tokens`, where `tokens_are_sharded()` is true.
 
     Args:
         x: An array with one entry per token of this device, at least `count`.
@@ -186,19 +190,22 @@ def tokens_to_pairs(x: Float[Array, "pairs n ..."]) -> Float[Array, "own tokens 
         x: The tokens of this device for all pairs [pairs, n, ...].
 
     Returns:
-        All tokens for the pairs of this device [own, tokens, ...], which are consecutive. If the
-        number of pairs is not a multiple of the number of devices, the first pairs are repeated at
-        the end.
+        All tokens, in their order, for the pairs of this device [own, tokens, ...]. These pairs are
+        consecutive. If the number of pairs is not a multiple of the number of devices, the first
+        pairs are repeated at the end.
     """
     return jax.lax.all_to_all(_pad_pairs(x), SEQUENCE, split_axis=0, concat_axis=1, tiled=True)
 
 
 def pairs_to_tokens(x: Float[Array, "own tokens ..."], pairs: int) -> Float[Array, "{pairs} n ..."]:
-    """Reverts `tokens_to_pairs`. For use in a kernel.
+    """Reverts `tokens_to_pairs`. A device has all tokens of some pairs of a sample and a head, and
+    receives its own tokens of every pair.
+
+    For use in a kernel (`shard_map_kernel`) inside `shard_tokens`.
 
     Args:
         x: All tokens for the pairs of this device [own, tokens, ...].
-        pairs: The number of pairs of all devices, without repeated ones.
+        pairs: The number of pairs of all devices, without those that `tokens_to_pairs` repeated.
 
     Returns:
         The tokens of this device for all pairs [pairs, n, ...].
@@ -207,13 +214,15 @@ def pairs_to_tokens(x: Float[Array, "own tokens ..."], pairs: int) -> Float[Arra
 
 
 def select_own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
-    """Selects the pairs of this device, as `tokens_to_pairs` does. For use in a kernel.
+    """Selects the pairs of this device, as `tokens_to_pairs` does. For use in a kernel
+    (`shard_map_kernel`) inside `shard_tokens`.
 
     Args:
         x: One entry per pair of a sample and a head, the same on every device.
 
     Returns:
-        The entries of the pairs of this device, repeated ones included.
+        The entries of the pairs of this device. If the number of pairs is not a multiple of the
+        number of devices, the last devices also get repetitions of the first pairs.
     """
     x = _pad_pairs(x)
     count = len(x) // axis_size(SEQUENCE)
@@ -221,15 +230,15 @@ def select_own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
 
 
 def gather_on_first(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pairs} ..."]:
-    """Gathers the entries of all pairs on the first device of the mesh axis `sequence`. For use in
-    a kernel.
+    """Gathers the entries of all pairs of a sample and a head on the first device of the mesh axis
+    `sequence`. For use in a kernel (`shard_map_kernel`) inside `shard_tokens`.
 
-    It returns the gradient of an array that every device has, which JAX adds up over the devices.
-    All devices but the first return zeros, so that this sum is exact.
+    The entries are the gradient of an array that every device has. JAX adds such a gradient up over
+    the devices, so all devices but the first return zeros, which keeps the sum exact.
 
     Args:
-        x: One entry for each pair of this device.
-        pairs: The number of pairs of all devices, without repeated ones.
+        x: One entry for each pair of this device (`select_own_pairs`).
+        pairs: The number of pairs of all devices, without those that `tokens_to_pairs` repeated.
 
     Returns:
         One entry for each pair; zeros on all devices but the first.
@@ -239,11 +248,11 @@ def gather_on_first(x: Float[Array, "own ..."], pairs: int) -> Float[Array, "{pa
 
 
 def _pad_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "padded ..."]:
-    """Repeats entries from the first on, cyclically, until their number is a multiple of the
-    devices.
+    """Repeats entries from the first on, cyclically, until their number is a multiple of the number
+    of devices along the mesh axis `sequence`.
 
     Args:
-        x: At least one entry.
+        x: At least one entry; one per pair of a sample and a head.
 
     Returns:
         `x` and as few repeated entries as possible.
@@ -270,10 +279,11 @@ def _gather_forward(x):
     """Computes the forward pass of `_gather`.
 
     Args:
-        x: The entries of this device.
+        x: The entries of this device [b, n, ...].
 
     Returns:
-        The entries of all devices, and None, because the backward pass needs nothing.
+        The entries of all devices [b, tokens, ...], and None, because the backward pass needs
+        nothing.
     """
     return _all_gather(x), None
 
@@ -283,11 +293,12 @@ def _gather_backward(_, g):
 
     Args:
         _: None, the residual of `_gather_forward`.
-        g: The gradient of the gathered array that this device computed. The gradients of all
-            devices have to be added.
+        g: The gradient of the gathered array [b, tokens, ...] that this device computed. The
+            gradients of all devices have to be added.
 
     Returns:
-        A tuple with the sum for the entries of this device, in the dtype of `g`.
+        A tuple with the sum for the entries of this device [b, n, ...], added in float32 and cast
+        to the dtype of `g`.
     """
     return (_reduce_scatter(g),)
 
@@ -324,7 +335,7 @@ def _reduce_scatter(x: Array) -> Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fetch(distance: int, x: Float[Array, "b n ..."]) -> Float[Array, "b n ..."]:
     """Sends an array to the device that comes `distance` later along the mesh axis `sequence`, and
-    receives one.
+    receives the array of the device that comes `distance` earlier. The axis does not wrap around.
 
     Args:
         distance: How many devices further to send the array; negative: to an earlier device.
@@ -337,10 +348,11 @@ def _fetch(distance: int, x: Float[Array, "b n ..."]) -> Float[Array, "b n ..."]
 
 
 def _send(distance: int, x: Array) -> Array:
-    """Runs the collective of `_fetch`, as a kernel of its own.
+    """Runs the collective of `_fetch`, as a kernel of its own (`shard_map_kernel`).
 
     Args:
-        distance: How many devices further to send the array; negative: to an earlier device.
+        distance: How many devices further along the mesh axis `sequence` to send the array, without
+            wrapping around; negative: to an earlier device.
         x: The array of this device.
 
     Returns:
@@ -355,11 +367,13 @@ def _fetch_forward(distance, x):
     """Computes the forward pass of `_fetch`.
 
     Args:
-        distance: How many devices further the array is sent.
+        distance: How many devices further along the mesh axis `sequence` the array is sent;
+            negative: to an earlier device.
         x: The array of this device.
 
     Returns:
-        The array that this device receives, and None, because the backward pass needs nothing.
+        The array that this device receives (zeros if none is sent to it), and None, because the
+        backward pass needs nothing.
     """
     return _send(distance, x), None
 
@@ -368,12 +382,14 @@ def _fetch_backward(distance, _, g):
     """Computes the backward pass of `_fetch`: sends gradients in the opposite direction.
 
     Args:
-        distance: How many devices further the array was sent.
+        distance: How many devices further along the mesh axis `sequence` the array was sent;
+            negative: to an earlier device.
         _: None, the residual of `_fetch_forward`.
         g: The gradient of the array that this device received.
 
     Returns:
-        A tuple with the gradient of the array that this device sent.
+        A tuple with the gradient of the array that this device sent; zeros if no device received
+        it.
     """
     return (_send(-distance, g),)
 

@@ -57,9 +57,9 @@ def shard_map_kernel(f: Callable[..., Any], *, heads_axis: int | None = None) ->
             `shard_tokens`, it may use collectives over `sequence`.
         heads_axis: The axis of the results, and of inputs with four axes, that holds attention
             heads; other inputs have none. Heads are then sharded over the mesh axis `tensor`, which
-            the mesh must have (KeyError otherwise), if the size of the axis `heads_axis` of the
-            first array is a multiple of the mesh axis; otherwise every device has all heads. None:
-            there are no heads.
+            the mesh must have (KeyError otherwise), if the number of heads of the first array,
+            which has four axes, is a multiple of the size of `tensor`; otherwise every device has
+            all heads. None: there are no heads.
 
     Returns:
         A function with the arguments and results of `f`. It takes positional arrays only.

@@ -104,8 +104,8 @@ def _sharded_matmul(
     """Computes `x @ w`. Each device along the mesh axis `tensor` computes some of the columns.
 
     The gradient of `x` is computed in shards of its columns, for which each device receives whole
-    rows of `w`; the shards are then gathered. If the number of columns is not a multiple of the
-    mesh axis, every device computes all of them.
+    rows of `w`; the shards are then gathered. If n_out (for the gradient: n_in) is not a multiple
+    of the size of the mesh axis, every device computes all columns.
 
     Args:
         x: Inputs [rows, n_in].

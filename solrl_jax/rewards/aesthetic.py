@@ -69,8 +69,9 @@ def aesthetic(paths: Mapping[str, str]) -> NetworkReward:
 
     Args:
         paths: The setting `reward.paths`: where the files are, by key. Both keys are optional.
-            "aesthetic": the converted safetensors file of the rating head or its directory, by
-            default `weights/sac+logos+ava1-l14-linearMSE.safetensors` in the working directory.
+            "aesthetic": the safetensors file of the rating head, which `solrl convert` makes and
+            which is never downloaded, or its directory; by default
+            `weights/sac+logos+ava1-l14-linearMSE.safetensors` in the working directory.
             "aesthetic/clip": a directory, or the name of a hub repository, with the CLIP, by
             default openai/clip-vit-large-patch14. In place of the whole mapping, `solrl plan`
             passes the constant `sources.PACKAGED_CONFIGS`, which stands for the configurations in
@@ -123,10 +124,10 @@ def aesthetic_scores(
             nested dict of float32 arrays, in which a weight with a 16-bit matmul is a
             `HalfPrecisionWeight`.
         rows: A tuple: the images [b, H, W, 3] in [0, 1], and the array [b] of `placeholder_rows`,
-            which is not read.
+            which stands in for the prompts and is not read.
 
     Returns:
-        {"reward": the ratings, float32 [b]}.
+        {"reward": the ratings, about 1 to 10, float32 [b]}.
     """
     images, _ = rows
     embedding = normalize_vectors(encoder(encoder.gather(params["encoder"]))(preprocess(images)))

@@ -57,9 +57,9 @@ def vocabulary(name: str) -> Vocabulary:
             unknown.
 
     Returns:
-        For "shapes" the objects of the embedded world, the synthetic images of `data.shapes`:
-        "circle", "square" and "triangle", each also with its size ("small circle", "large circle"),
-        and six colors (`scenes.COLORS`). Otherwise a vocabulary in which both fields are None.
+        For "shapes", `classes` are the objects of the embedded world, the synthetic images of
+        `data.shapes`: "circle", "square" and "triangle", then each with its size ("small circle",
+        "large circle"); `colors` are six (`scenes.COLORS`). Otherwise both are None.
     """
     if name != "shapes":
         return Vocabulary()

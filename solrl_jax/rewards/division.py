@@ -78,8 +78,9 @@ class DividedScoring:
 
         Args:
             images: The next chunk [chunk, H, W, 3] in [0, 1], of any floating dtype, a global array
-                whose rows are divided over the devices of all hosts. Rows beyond the last prompt
-                are padding and are not scored. For rewards of clips, clips [chunk, T, H, W, 3].
+                whose rows are divided over the devices of all hosts. Rows beyond the last image of
+                the series are padding and are not scored. For rewards of clips, clips [chunk, T, H,
+                W, 3].
 
         Raises:
             RewardError: With a single host, if an earlier call of a reward failed and
@@ -125,7 +126,7 @@ class DividedScoring:
 
         Raises:
             RewardError: On every host, if on any host a call failed and `HostRewards.skip` is
-                false, or 32 calls of one reward in a row gave no score at all.
+                false, or 32 calls of one reward in a row on one host gave no score at all.
             RunError: If another host does not answer within 1800 seconds.
         """
         results: list[dict[str, Any]] = []
@@ -166,8 +167,8 @@ class DividedScoring:
 class SampleScoring:
     """Scores a series of samples, images or clips, with the rewards outside JAX.
 
-    Rewards of clips get whole clips. The others get some frames of each clip as images, and the
-    score of the clip is the mean over them. `sample_scoring` makes it.
+    Rewards of clips get whole clips. The others get some equally spaced frames of each clip as
+    images, and the score of the clip is the mean over them. `sample_scoring` makes it.
 
     For every chunk of samples, in order, the caller passes the result of `select` to `add`. It then
     calls `finish` once, which returns the scores, the numbers of failures and the usage counters.
@@ -188,15 +189,17 @@ class SampleScoring:
     def select(self, samples: Float[Array, "b ... 3"]) -> list[Float[Array, "_ ... 3"]]:
         """Returns the inputs of each kind of rewards for a chunk, on the devices, without waiting.
 
+        There are rewards of images and rewards of whole clips.
+
         Args:
             samples: The next chunk of images [chunk, H, W, 3] or clips [chunk, T, H, W, 3] in
                 [0, 1], on the ambient mesh.
 
         Returns:
             The argument of `add`, a list with one array per kind of rewards. For rewards of images,
-            it is the frames [chunk * frames, H, W, 3], those of the first sample first, or
-            `samples` itself if they are images. For rewards of clips, it is `samples` itself. With
-            both kinds, the array for rewards of images comes first.
+            it is the frames [chunk * frames, H, W, 3], those of the first sample first (`frames` is
+            that of `sample_scoring`), or `samples` itself if they are images. For rewards of clips,
+            it is `samples` itself. With both kinds, the array for rewards of images comes first.
         """
         return [
             samples
@@ -212,7 +215,8 @@ class SampleScoring:
             selected: The result of `select` for the chunk.
 
         Raises:
-            RewardError: As `DividedScoring.add` does.
+            RewardError: As `DividedScoring.add` does: only with a single host, for an earlier call
+                that failed. With several hosts, `finish` raises it.
         """
         for (part, _), images in zip(self._parts, selected, strict=True):
             part.add(images)
@@ -221,13 +225,15 @@ class SampleScoring:
         """Waits for the scores of all hosts. Every host must call it, once.
 
         Returns:
-            A tuple of three dicts, like those of `DividedScoring.finish`, with one score per
-            sample. The score is NaN if one of the sample's frames has no score. For rewards that
-            get frames of clips, the second dict counts frames, not samples.
+            A tuple of three dicts, like those of `DividedScoring.finish`: the scores by "REWARD" or
+            "REWARD/OTHER", one per sample; the numbers of images without a score because of a
+            failed call, by reward; and the usage counters. A score is NaN if one of the sample's
+            frames has none. For rewards that get frames of clips, the second dict counts frames,
+            not samples.
 
         Raises:
             RewardError: As `DividedScoring.finish` does.
-            RunError: If another host does not answer.
+            RunError: If another host does not answer within 1800 seconds.
         """
         scores: Scores = {}
         failed: dict[str, int] = {}
@@ -261,8 +267,8 @@ def sample_scoring(
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.
 
     Yields:
-        The scoring. For every chunk, in order, the body passes the result of `select` to `add`, and
-        then it calls `finish`.
+        The scoring. For every chunk, in order, the body passes the result of its method `select` to
+        its `add`. Then the body calls `finish`.
     """
     parts: list[tuple[DividedScoring, int | None]] = []
     with contextlib.ExitStack() as stack:
@@ -292,7 +298,7 @@ def divided_scoring(
             (`HostRewards.select`), and how their worker processes run.
         prompts: The prompt of each image of the whole series, in order, the same on every host. For
             rewards that compare images, neighbors with equal prompts form the groups, so the images
-            of a prompt must be adjacent; if there are several hosts, each then gets all images.
+            of a prompt must be adjacent; with such rewards, each of several hosts gets all images.
         chunk: The number of images per call of `DividedScoring.add`, a multiple of the parts that
             `placement` divides rows into. The last chunk is padded to it by the caller.
         placement: The sharding of a chunk, which divides its rows over the devices of all hosts.

@@ -18,7 +18,7 @@ def sample_frames(clips: Float[Array, "b T H W 3"], count: int) -> Float[Array, 
     Args:
         clips: The clips.
         count: The number of frames of each clip, 1 to T. 1: the first frame. More: frames equally
-            spaced from the first to the last, with indices rounded to integers.
+            spaced from the first to the last, with indices rounded to integers (halves to even).
 
     Returns:
         The frames as images, `b * count`, those of the first clip first.
@@ -36,7 +36,8 @@ def sample_frames_on_mesh(
 
     Args:
         clips: The clips. Their number must be a multiple of the devices along these axes.
-        count: The number of frames of each clip, 1 to T; static.
+        count: The number of frames of each clip, 1 to T; static. 1: the first frame. More: frames
+            equally spaced from the first to the last.
 
     Returns:
         The frames as images, `b * count`, those of the first clip first.

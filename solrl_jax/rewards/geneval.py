@@ -90,10 +90,10 @@ def geneval(
         prompts: The prompt of each image, for messages.
         metadata: GenEval's metadata of each prompt, a mapping. "tag": the name of the task, e.g.
             "position". "include": a list of the requested objects, e.g. {"class": "dog", "count":
-            1, "color": "brown", "position": ["left of", 0]}, where color and position are optional
-            and 0 is the index of an earlier entry. "exclude", optional: a list of objects with
-            "class" and "count", of which there must be fewer. Other keys of the mapping are
-            ignored, but an object may have no others.
+            1, "color": "brown", "position": ["left of", 0]}, where color and position are optional,
+            and the position is relative to the objects of an earlier entry, here that of index 0.
+            "exclude", optional: a list of objects with "class" and "count", of which there must be
+            fewer. Other keys of the mapping are ignored, but an object may have no others.
         detector: "shapes", which finds the objects of the embedded world in square images, or
             "module.path:function", which is imported: a function from images [m, H, W, 3] to one
             sequence of `detectors.Detection`s per image.
@@ -239,10 +239,11 @@ def score_request(objects: Objects, request: Request) -> tuple[float, bool]:
 def relations(a: Detection, b: Detection) -> set[str]:
     """Returns the relations that `a` has to `b`, by GenEval's rule.
 
-    The offset between the centers of the boxes is first reduced along each axis, to 0 at the least,
-    by 0.1 (`MIN_OFFSET`) times the sum of both boxes' sizes along it. A relation holds if the
-    reduced offset along its axis is more than half (`MIN_AXIS_FRACTION`) of the distance between
-    the centers, which is the length of the original offset.
+    The offset between the centers of the boxes is first reduced along each axis by 0.1
+    (`MIN_OFFSET`) times the sum of both boxes' sizes along it; where it is shorter, it becomes 0. A
+    relation holds if the reduced offset in its direction ("below" is that of growing y) is more
+    than half (`MIN_AXIS_FRACTION`) of the distance between the centers, which is the length of the
+    original offset.
 
     Args:
         a: The object whose position is described.
@@ -276,10 +277,11 @@ def parse_request(prompt: str, metadata: Metadata, known: Vocabulary) -> Request
     Args:
         prompt: The prompt, for messages.
         metadata: The metadata of the prompt: "tag", a text; "include", a list of mappings such as
-            {"class": "dog", "count": 1, "color": "brown", "position": ["left of", 0]} (color and
-            position are optional, and 0 is the index of an earlier entry); and possibly "exclude",
-            a list of mappings with "class" and "count". Null counts as missing for "color" and
-            "position" alone. Other keys of `metadata` are ignored, but an entry may have no others.
+            {"class": "dog", "count": 1, "color": "brown", "position": ["left of", 0]} (only color
+            and position are optional, and 0 is the index of an earlier entry); and possibly
+            "exclude", a list of mappings with "class" and "count". Null counts as missing for
+            "color" and "position" alone. Other keys of `metadata` are ignored, but an entry may
+            have no others.
         known: The classes and colors that the detector can find.
 
     Returns:
@@ -318,7 +320,8 @@ def _parse_clauses(
         The clauses in order; () if there is no such key or the list is empty.
 
     Raises:
-        ValueError: If the value is no list of mappings, or a mapping is no valid clause.
+        ValueError: If the value is no list of mappings, or a mapping is no valid clause
+            (`_parse_clause`), such as one with a class or color that is not in `known`.
     """
     values = metadata.get(kind, [])
     is_list = isinstance(values, list | tuple)

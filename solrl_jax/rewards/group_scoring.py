@@ -16,9 +16,10 @@ class GroupScoring:
     """Scores a series of images with a groupwise reward inside JAX, one group at a time.
 
     A group is the candidates of one prompt, or a part of them if there are more than
-    `Reward.group_size`. The constructor gets the prompt of every image of the series, which
-    determines the groups. `add` passes images on, and scores each group once all of its images are
-    there. `finish` returns the scores.
+    `Reward.group_size`. The constructor gets the result of `Reward.prepare`, one row per prompt,
+    and the index of the row for every image of the series, which determines the groups. `add`
+    passes images on, and scores each group once all of its images are there. `finish` returns the
+    scores.
 
     A group is replicated on all devices, so its size need not be a multiple of their number. With
     several processes, all must make the same calls with the same arguments. The scoring is compiled
@@ -61,11 +62,13 @@ class GroupScoring:
                 is the mean over them. None if the reward scores latents alone.
             latents: The latents of the images, a NumPy array [b, h, w, c], or of the clips,
                 [b, t, h, w, c]. A reward that reads both gets the latents of the whole clip with
-                each frame. Rows beyond the last prompt are padding, which is not scored.
+                each frame. Rows of both arrays beyond the last image of the series are padding,
+                which is not scored.
 
         Raises:
             InputError: If the code of a reward in the weighted sum raises, or returns no scores of
-                the right names and shapes. Errors of a reward that is no sum pass unchanged.
+                the right names and shapes. Errors of a reward that is not a weighted sum pass
+                unchanged.
         """
         known = len(self._prompts) - self._first - len(self._pending)
         for row in range(min(len(latents), known)):
@@ -84,8 +87,8 @@ class GroupScoring:
             NumPy arrays [images], the same in every process, with the names and dtypes that the
             reward's `score` returns. For a weighted sum these are the name of each groupwise
             reward, "NAME/OTHER" for its other scores and, if any score has a weight, "reward" for
-            the sum. Images of an incomplete last group have no score, and the arrays are shorter by
-            their number. {} if no group was scored.
+            the sum. If not all images of the series were added, the arrays end with the last
+            complete group. {} if no group was scored.
         """
         return {name: np.concatenate(parts) for name, parts in self._scores.items()}
 
@@ -103,7 +106,8 @@ class GroupScoring:
 
         Raises:
             InputError: If the code of a reward in the weighted sum raises, or returns no scores of
-                the right names and shapes. Errors of a reward that is no sum pass unchanged.
+                the right names and shapes. Errors of a reward that is not a weighted sum pass
+                unchanged.
         """
         everywhere = sharding.replicated(self._mesh)
         images, latents = (

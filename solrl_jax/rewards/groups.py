@@ -27,8 +27,8 @@ def group_slices(prompts: Sequence[Any], size: int) -> list[slice]:
             an index. Only neighbors are grouped: if a prompt comes again after another one, its
             images there form groups of their own.
         size: The most images in a group, at least 1. More images of a prompt are divided into as
-            few groups as possible, whose sizes differ by at most 1, in any order: with size 2,
-            three images become groups of one and two.
+            few groups as possible, whose sizes differ by at most 1, and of which the larger ones
+            need not come first: with size 2, three images become groups of one and two.
 
     Returns:
         The range of the images of each group. The ranges follow each other and cover all images;
@@ -101,15 +101,16 @@ def round_robin(prefer: Callable[[Any, Any, Any, Any], Any]) -> Callable[[Any, A
         prefer: A pure function (params, first, second, prepared) -> preferences [n] in [0, 1]: how
             much `first[k]` is preferred to `second[k]`, for each of n pairs. `params` are those of
             the reward. `first` and `second` are images [n, H, W, 3] (clips [n, T, H, W, 3] with
-            `Reward.clips`), latents, or tuples of both, according to `Reward.inputs`. `prepared` is
-            what `Reward.prepare` returned for the prompt of the group, repeated in n rows.
+            `Reward.clips`), latents, or tuples of both, according to `Reward.inputs`. `prepared`
+            has n rows, all equal to that of the group's prompt in the result of `Reward.prepare`.
 
     Returns:
         A function (params, inputs, prepared) -> {"reward": win rates [n] in [0, 1]} for a group of
         n images, which jit can trace. It calls `prefer` n times in sequence, each time with one
         image, repeated n times as `first`, against all n. A group of one image scores 0.5 without a
         call. Pairs with a non-finite preference are left out; an image without any other pair
-        scores NaN. Tracing it raises ValueError if the preferences do not have the shape [n].
+        scores NaN. The function raises ValueError, while it is traced, if the preferences do not
+        have the shape [n].
     """
 
     def score(params: Any, inputs: Any, prepared: Any) -> dict[str, Array]:

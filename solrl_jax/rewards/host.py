@@ -119,7 +119,7 @@ class Workers:
     Attributes:
         count: The number of processes, at least 1.
         timeout: Seconds that one call may take, counted from when a process begins it. A process
-            that takes longer is killed.
+            that takes longer is killed, and the call has a `CallResult.problem`.
     """
 
     def __init__(self, count: int, timeout: float) -> None:
@@ -142,16 +142,17 @@ class Workers:
         Args:
             reward: The reward. Its function `target` is called with its `options`.
             images: The images, float32 [n, H, W, 3] in [0, 1], or clips [n, T, H, W, 3] if the
-                reward gets whole clips; exactly one group if the reward compares images.
+                reward gets whole clips. If the reward compares images, exactly one group: the
+                candidates of one prompt, or a part of them.
             prompts: The prompt of each image, with its metadata.
 
         Returns:
             A function without arguments that waits for the call and returns its `CallResult`. It
             does not raise. The result has a `problem` and no `answer` if the call raised, returned
-            no scores, exceeded the timeout or the memory limit of a process (the host's physical
-            memory divided by `count` + 1), or lost its process. It has both if the call raised a
-            `ScoringFailure` with some scores. If the whole pool broke or was closed, the call is
-            repeated once, in new processes.
+            no scores, took longer than `Workers.timeout`, exceeded the memory limit of a process
+            (the host's physical memory divided by `Workers.count` + 1), or if its process ended. It
+            has both if the call raised a `ScoringFailure` with some scores. If the pool of all
+            processes broke or was closed, the call is repeated once, in new processes.
         """
         texts = [str(prompt) for prompt in prompts]
         metadata = [prompt.metadata for prompt in prompts]
@@ -217,9 +218,9 @@ class Workers:
     ) -> CallResult | str | None:
         """Waits for a call.
 
-        Also closes the pool, and returns a text, if the call has no answer 10 seconds (`GRACE`)
-        after its timeout (counted from when it is first seen running), because its process then
-        ended without notice. The time in the queue is not limited.
+        If the call has no answer 10 seconds (`GRACE`) after `Workers.timeout`, counted from when it
+        is first seen running, its process has ended without the pool's notice. Then this also
+        closes the pool, and returns a text. The time in the queue is not limited.
 
         Args:
             pool: The process pool that runs the call.
@@ -277,8 +278,8 @@ class HostScoring:
     """Scores a series of images with the rewards outside JAX, while the caller generates more.
 
     `add` passes images on in order, one chunk at a time, and `finish`, called once after the last
-    image, returns all scores. The prompts of the whole series are given at the start. Each reward
-    scores every image.
+    image, returns all scores. The constructor gets the prompts of all images of the series. Each
+    reward scores every image.
 
     Use `open_scoring` to create one. If the caller raises, it drops the running calls and ends the
     worker processes.
@@ -297,7 +298,10 @@ class HostScoring:
         prompts: Sequence[Prompt],
         groups: Sequence[slice] | None = None,
     ) -> None:
-        """Starts no call yet. The arrays of all scores whose names are known exist and hold NaN.
+        """Starts no call yet.
+
+        The arrays of all scores whose names are known exist and hold NaN: "NAME" for each reward,
+        and "NAME/OTHER" for its `HostReward.others`. Results add arrays for further scores.
 
         Args:
             host: The rewards outside JAX, all of images or all of clips, and the settings of their
@@ -339,7 +343,7 @@ class HostScoring:
                 are not scored.
 
         Raises:
-            RewardError: If a call of the older chunk failed and failed calls are not skipped, or 32
+            RewardError: If a call of the older chunk failed and `HostRewards.skip` is false, or 32
                 calls of one reward in a row gave no score at all.
         """
         images = np.asarray(images[: len(self._prompts) - self._num_added], np.float32)
@@ -397,13 +401,13 @@ class HostScoring:
         without a score, and the first error.
 
         Returns:
-            The scores by name, float32 arrays with one value per prompt: "NAME" for each reward,
+            The scores by name, float32 arrays with one value per image: "NAME" for each reward,
             "NAME/OTHER" for each of its `HostReward.others` (both also if all calls failed), and
             any further scores that it returned. NaN for images without one.
 
         Raises:
-            RewardError: If a call failed and failed calls are not skipped, or 32 calls of one
-                reward in a row gave no score at all.
+            RewardError: If a call failed and `HostRewards.skip` is false, or 32 calls of one reward
+                in a row gave no score at all.
         """
         for calls in self._running_chunks:
             self._gather(calls)
@@ -421,15 +425,16 @@ class HostScoring:
         score of `others` counts as failed, and none of its scores is stored. A partial failure (a
         call with both scores and a problem) counts as failed, but its scores are stored, even if
         one of `others` is missing. Also updates `HostRewards.failures_in_a_row`, which outlives
-        this object: a failed call without any score adds 1, and every other call resets it to 0.
+        this object: a failed call that leaves all of its images without a score of the reward adds
+        1, and every other call resets it to 0.
 
         Args:
             calls: For each call: the reward, the range of its images among all, and the function
                 that waits for its result.
 
         Raises:
-            RewardError: If a call failed and failed calls are not skipped, or 32 calls of one
-                reward in a row gave no score at all. The calls after it are not waited for.
+            RewardError: If a call failed and `HostRewards.skip` is false, or 32 calls of one reward
+                in a row gave no score at all. The calls after it are not waited for.
         """
         for reward, rows, wait in calls:
             began = time.monotonic()
@@ -507,7 +512,7 @@ class HostScoring:
             name: The name of the score, e.g. "geneval/strict".
 
         Returns:
-            The stored array itself, float32 with one value per prompt.
+            The stored array itself, float32 with one value per image.
         """
         return self._scores.setdefault(name, np.full(len(self._prompts), np.nan, np.float32))
 
@@ -544,8 +549,8 @@ def score_gray_images(host: HostRewards, prompts: Sequence[Prompt], size: Sequen
     """Scores gray images once, so that a reward that always fails is noticed early.
 
     The scores are dropped. These are real calls: services and judges get requests. Also starts the
-    worker processes, which stay. If failures are skipped, a line per failed reward is printed to
-    standard error.
+    worker processes, which stay. If failures are skipped (`HostRewards.skip`), a line per failed
+    reward is printed to standard error.
 
     Args:
         host: The rewards outside JAX, and the settings of their worker processes.
@@ -582,7 +587,7 @@ def import_object(target: str) -> Any:
     Raises:
         ImportError: If there is no such module. An error that the module itself raises is raised as
             it is.
-        AttributeError: If the module has no such object, or `target` has no name.
+        AttributeError: If the module has no such object, or `target` has no name or no colon.
         ValueError: If `target` has no module.
     """
     module, _, path = target.partition(":")
@@ -671,7 +676,8 @@ def _call(
         and `problem` says why in one line, if the import or the function raised, memory ran out, or
         the returned value is neither n numbers nor a mapping of names to n numbers with "reward".
         If the function raised a `ScoringFailure` with the scores of some images, `answer` and
-        `problem` are both set. `usage` has the function's counters in all cases.
+        `problem` are both set. `usage` has the counters that the function increased
+        (`rewards.usage.add_count`) in all cases.
 
     Raises:
         ScoringFailure: If the function raised a `ScoringFailure` whose `scores` have the wrong
@@ -729,12 +735,12 @@ def _compare_pairs(
         values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
-        ScoringFailure: If the function raised one, or returned values that `to_scores` refuses or
-            that are outside of [0, 1]. The comparison goes on after a ScoringFailure of the
-            function with some preferences, and ends at one without any. The raised error then has
-            the message of the first one, and its scores are {"reward": the win rates} if the known
-            preferences give any image a win rate, else None. The error for refused values has no
-            scores.
+        ScoringFailure: If a call of the function raised a ScoringFailure. One with some preferences
+            does not keep the remaining calls from being made; one without any does. The raised
+            error has the message of the first one, and its scores are {"reward": the win rates} if
+            the known preferences give any image a win rate, else None. Also, at once and without
+            scores, if the function returned values that `to_scores` refuses or that are outside of
+            [0, 1].
     """
     # An image with a non-finite value is not compared, so that it costs the others nothing.
     finite = np.flatnonzero(finite_images(images))
@@ -795,7 +801,8 @@ def to_scores(returned: Any, count: int) -> Scores:
         count: The number of images, or of pairs that were compared.
 
     Returns:
-        New float32 arrays [count] by the name of the score, the names as text.
+        New float32 arrays [count] by the name of the score, the names as text. The name is "reward"
+        for numbers without a mapping.
 
     Raises:
         ScoringFailure: If a mapping has no "reward"; if values are text, dates, complex numbers,

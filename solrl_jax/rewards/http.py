@@ -42,8 +42,9 @@ def http(
     """Asks a service for scores, in one POST request. Runs in a worker process.
 
     The body is {"images": [base64 of a PNG, ...], "prompts": [...], "metadata": [{...}, ...]}. If
-    the service does not answer, or answers that it is busy (see `session` for the status codes),
-    the request is repeated with growing pauses. Redirects are not followed.
+    the service does not answer, or answers that it is busy (status 429, 502, 503 or 504, or 413
+    with a Retry-After header), the request is repeated with growing pauses. Redirects are not
+    followed.
 
     Args:
         images: The images [n, H, W, 3] in [0, 1]. They are sent as PNG files of 8 bits: other
@@ -119,10 +120,11 @@ def encode_png(image: Float[np.ndarray, "H W 3"]) -> str:
 def session(timeout: float) -> requests.Session:
     """Returns an HTTP session that keeps connections open and repeats failed requests.
 
-    The session is created once per process and timeout. A request is repeated if it gets no answer,
-    an answer with the status 429, 502, 503 or 504 (`RETRIED`), or one with the status 413 and a
-    Retry-After header. The pauses are 0, 1, 2, 4, ... seconds, or the time in the Retry-After
-    header, which `timeout` does not limit. After the last attempt, such an answer is returned.
+    The session is created once per process and timeout. A request, also a POST, is repeated if it
+    gets no answer, an answer with the status 429, 502, 503 or 504 (`RETRIED`), or one with the
+    status 413 and a Retry-After header. The pauses are 0, 1, 2, 4, ... seconds, or the time in the
+    Retry-After header, which `timeout` does not limit. After the last attempt, an answer with such
+    a status is returned; without an answer, the request raises requests.ConnectionError.
 
     Args:
         timeout: Seconds, `reward.timeout`. It decides the number of attempts: the pauses 0, 1, 2,

@@ -132,11 +132,11 @@ def add_total(
     """Adds weighted scores to the total under the name "reward".
 
     It is called twice for the same images: inside JAX with the scores computed there, and then with
-    the scores computed outside JAX.
+    the scores computed outside JAX, each time with the weights of these scores alone.
 
     Args:
-        weights: The weights of scores by name. Empty: nothing is added, and the result is a copy of
-            `scores`.
+        weights: The weights of scores by name, all of which must be in `scores`. Empty: nothing is
+            added, and the result is a copy of `scores`.
         scores: Scores by name, JAX or NumPy arrays [n]. If "reward" is among them, it is the total
             so far; otherwise the total starts from 0.
 

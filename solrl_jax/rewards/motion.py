@@ -19,9 +19,9 @@ def motion(paths: Mapping[str, str]) -> Reward:
     "reward" is partial credit in [0, 1], 0.6 for the object in each frame and 0.4 for its motion
     (`data.motion.verifier.verify`). "moves" is 1 if there is an object in every frame and the
     largest one, whatever its color and shape, moves as the caption says, else 0. "strict" is 1 if
-    "moves" is 1 and every frame shows exactly the object of the caption, else 0. The check of the
-    reward accepts the captions that `data.motion.scenes.parse_caption` accepts, such as "a red
-    circle moves left to right".
+    "moves" is 1 and every frame shows exactly the object of the caption, else 0. The field `check`
+    of the reward accepts the captions that `data.motion.scenes.parse_caption` accepts, such as "a
+    red circle moves left to right".
 
     Args:
         paths: Not read, because the verifier has no files.
@@ -41,7 +41,9 @@ def prepare(prompts: Sequence[str]) -> verifier.ClipTargets:
         prompts: The captions; there may be none.
 
     Returns:
-        `ClipTargets` with one row per caption: the object and the motion as int32 indices.
+        `ClipTargets` with one row per caption: `objects`, the `data.shapes.verifier.Targets` of "a
+        COLOR SHAPE" (one object of any size), and `motion`, int32 [n] indices into
+        `data.motion.scenes.MOTIONS`.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world of clips.

@@ -44,7 +44,7 @@ class NetworkReward(Reward):
     networks: Mapping[str, Component]
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike) -> Reward:
-        """Reads the parameters of the networks, in float32.
+        """Reads the parameters of the networks, and casts some of them to a 16-bit `dtype`.
 
         If the source of a network is in the package's directory of configurations, which has no
         weights (for `solrl plan`), its parameters are abstract (`jax.ShapeDtypeStruct`), and no
@@ -55,9 +55,9 @@ class NetworkReward(Reward):
             mesh: The mesh that the parameters are placed on: arrays of at least 4096 elements are
                 split over its axes by the rules of `sharding.parameter_sharding`; smaller ones are
                 on every device. None: JAX's default device.
-            dtype: float32, float16 or bfloat16. A 16-bit dtype is used for the weights (and
-                matmuls) of linear layers inside stacks of transformer layers only; all else stays
-                in float32.
+            dtype: float32, float16 or bfloat16. With a 16-bit dtype, the weights of linear layers
+                inside stacks of transformer layers are stored in it (`HalfPrecisionWeight`), and
+                their matmuls round their inputs to it. All other parameters are float32.
 
         Returns:
             A copy of the reward with the field `params` set.
@@ -93,7 +93,8 @@ def open_network(
         locate: Finds the tensors of the network in its files. The default suits files whose tensors
             are named after the network's modules, as in transformers and diffusers. It is a
             function (source, abstract state of the network) -> (list with a `ParameterEntry` per
-            parameter, dict with the `StoredTensor` of each tensor by its name).
+            parameter, dict with the `StoredTensor` of each tensor by its name in the
+            files).
 
     Returns:
         The network as a `Component`: its structure, the path and shape of each parameter, and its

@@ -128,7 +128,8 @@ def similarity(text: str, target: str) -> float:
 
     Returns:
         1 if `text` contains `target`. Otherwise 1 - distance / length, and at least 0, where
-        `distance` is their Levenshtein distance and `length` the number of characters of `target`.
+        `distance` is their Levenshtein distance and `length` the number of characters of `target`,
+        both without the spaces (" ").
 
     Raises:
         ZeroDivisionError: If `target` is empty or has only spaces.

@@ -70,7 +70,7 @@ class HostReward:
         mapping that has them under "reward". Other entries of the mapping are ignored.
 
     If `clips`, it gets whole clips [n, T, H, W, 3] in place of images, in each of the three kinds.
-    Otherwise it gets frames of clips as images.
+    Otherwise it gets images: for clips, up to `reward.frames` (a setting) frames of each clip.
 
     Images with a non-finite value score NaN, whatever the function returns. A pairwise function
     does not get them. The constructor checks nothing.
@@ -109,10 +109,10 @@ class HostReward:
     def compares(self) -> bool:
         """Whether the reward compares candidates of one prompt: `groupwise` or `pairwise`.
 
-        A worker process then gets a group at once: the candidates of a prompt or, if they are more
-        than `HostRewards.group_size`, one of as few nearly equal parts of them as possible. It
-        calls a groupwise function with the whole group, and a pairwise one with up to `batch` pairs
-        of it.
+        A worker process then gets a group at once. The candidates of a prompt are one group; if
+        they are more than `HostRewards.group_size`, they are divided into as few groups as
+        possible, of nearly equal sizes. The process calls a groupwise function with the whole
+        group, and a pairwise one with up to `batch` pairs of it.
         """
         return self.groupwise or self.pairwise
 
@@ -131,7 +131,7 @@ class HostRewards:
         timeout: Seconds that one call may take. A process that takes longer is killed.
         skip: Whether the run continues after a failed call. True: images without a score get NaN,
             and the run stops (`RewardError`) only if 32 calls of one reward in a row fail without
-            any score. False: the first failed call stops the run.
+            any score. False: the first failed call stops the run, even if it scored some images.
         group_size: For rewards that compare images: the most candidates of a prompt in a group, 24
             (`GROUP_SIZE`) by default.
         failures_in_a_row: By the name of the reward, the number of its latest calls in a row that
@@ -183,13 +183,13 @@ class Reward:
         params: The parameters for `score`: any pytree of arrays, or None.
         prepare: Turns a sequence of prompts into a pytree of arrays with one row per prompt. It
             runs on the host, in every process, before images of these prompts are generated.
-        score: A function (params, inputs, prepared) -> dict of arrays [b] with the key "reward"
-            (unless the reward is a weighted sum without weights) and the keys in `others`. `params`
-            is the field; `inputs` are images or latents, as the field `inputs` says; `prepared` has
-            one row per image: the row of its prompt. The function is traced by jit with rows
-            divided over the mesh, so the score of an image must not depend on the other images,
-            unless `groupwise` is set. None only for a weighted sum that has no rewards of its own
-            inside JAX.
+        score: A function (params, inputs, prepared) -> dict of arrays [b] with the key "reward" and
+            the keys in `others`. A weighted sum returns the scores of its parts by name, and
+            "reward" only if it has weights. `params` is the field; `inputs` are images or latents,
+            as the field `inputs` says; `prepared` has one row per image: the row of its prompt. The
+            function is traced by jit with rows divided over the mesh, so the score of an image must
+            not depend on the other images, unless `groupwise` is set. None only for a weighted sum
+            that has no rewards of its own inside JAX.
         others: Names of the scores besides "reward", which can also be recorded or trained on.
         host: Only for weighted sums: the rewards outside JAX that belong to the sum, or None.
         check: Is called with every prompt of a run (`Prompt`), and raises ValueError if the reward
@@ -198,7 +198,8 @@ class Reward:
             whole clips (see `clips`). "latents": the clean latents in float32 before decoding,
             [b, h, w, c], or [b, t, h, w, c] for clips. "both": a pair (images, latents).
         clips: Whether `score` gets whole clips [b, T, H, W, 3] in [0, 1], with T frames each, where
-            `inputs` says images. False: it gets frames of clips as images. No effect if `is_sum`.
+            `inputs` says images. False: it gets frames of clips as images. In a weighted sum:
+            whether any part gets whole clips.
         groupwise: Whether `score` is called with one whole group, replicated on every device. A
             group is the candidates of one prompt, or a part of them (`group_size`). Its scores may
             depend on each other, such as ranks or win rates (`rewards.groups.round_robin`).
@@ -214,9 +215,9 @@ class Reward:
             `score` gets each frame as an image, and the score of the clip is the mean over these
             frames. In a weighted sum, the value of the sum applies, and those of its parts are
             ignored. No effect on rewards of whole clips (`clips`) or of latents alone.
-        is_sum: Whether the reward is a weighted sum (`mixture`). The `clips` of a sum says whether
-            any part gets whole clips. Its `score` gets images or clips as they were decoded, and
-            passes each part the inputs that this part reads. False by default.
+        is_sum: Whether the reward is a weighted sum (`mixture`). The `score` of a sum gets images
+            or clips as they were decoded, and passes each part the inputs that this part reads.
+            False by default.
 
     Raises:
         ValueError: If a field fails the checks of `__post_init__`.
@@ -270,7 +271,7 @@ class Reward:
         """Whether latents must be decoded to be scored.
 
         True if there are rewards outside JAX (`host`), or if there is a function `score` whose
-        `inputs` are not "latents", here or in `group`.
+        `inputs` are not "latents", here or in the nested sum of groupwise rewards (`group`).
         """
         if self.host is not None or (self.score is not None and self.inputs != "latents"):
             return True
@@ -316,8 +317,8 @@ class Reward:
                 of the matmuls of its networks.
 
         Returns:
-            A copy of the reward with placed `params` (those of `group` stay where they are); the
-            reward itself if `mesh` is None.
+            A copy of the reward with placed `params` (those of the nested reward in the field
+            `group` stay where they are); the reward itself if `mesh` is None.
 
         Raises:
             AttributeError: If there is a mesh and a leaf of `params` is not an array.
@@ -332,16 +333,16 @@ def score_samples(reward: Reward, params: Any, inputs: Any, prepared: Any, index
     """Scores images or clips, each against one prompt. For use under jit.
 
     The score of a clip is the mean over `reward.frames` equally spaced frames (the first one if
-    that is 1, all if there are fewer), each scored as an image. A reward with `clips` set gets
-    whole clips, and one that reads latents alone gets those of the clip once. In a weighted sum,
-    this holds for each part.
+    that is 1, all frames if the clip has fewer), each scored as an image. A reward with `clips` set
+    gets whole clips, and one that reads latents alone gets those of the clip once. In a weighted
+    sum, this holds for each part.
 
     Args:
         reward: A reward whose `score` is not None.
         params: The parameters for `reward.score`.
         inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
-            pair of both, as `reward.select_inputs` returns them. If the reward reads both, each
-            frame is scored with the latents of the whole clip.
+            pair (images, latents), as `reward.select_inputs` returns them. If the reward reads
+            both, each frame is scored with the latents of the whole clip.
         prepared: The pytree that `reward.prepare` returned, one row per prompt.
         index: For each sample, int32 [b], the row of its prompt in `prepared`. It must be in range.
 
@@ -370,7 +371,8 @@ def score_frames(reward: Reward, params: Any, inputs: Any, rows: Any, frames: in
         reward: The reward, whose `inputs` and `clips` say what its `score` gets.
         params: The parameters for `reward.score`.
         inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
-            pair of both, as `reward.select_inputs` returns them.
+            pair (images, latents), as `reward.select_inputs` returns them. If the reward reads
+            both, each frame is scored with the latents of the whole clip.
         rows: The prepared prompt of each sample: the tree of arrays that `reward.prepare` returned,
             but with one row per sample, that of its prompt.
         frames: The number of frames of each clip to score, at least 1. 1: the first frame. More:
@@ -404,14 +406,15 @@ def _sample_inputs(reward: Reward, inputs: Any, rows: Any, frames: int) -> tuple
     Args:
         reward: The reward, whose `inputs` and `clips` say what its `score` gets.
         inputs: The images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the
-            pair of both, as `reward.select_inputs` returns them.
+            pair (images, latents), as `reward.select_inputs` returns them.
         rows: A tree of arrays with one row per sample.
         frames: The number of frames of each clip to score, at least 1. 1: the first frame. More:
             frames equally spaced from the first to the last, or all frames if a clip has fewer.
 
     Returns:
         A tuple of three:
-          1. The inputs of `reward.score`, in which the frames of the first clip come first.
+          1. The inputs of `reward.score`, in which the frames of the first clip come first. In a
+              pair, the latents of a clip are repeated for each of its frames.
           2. `rows`, repeated to one row for each image, clip or latent of these inputs.
           3. The number of images per sample, 1 unless several frames were sampled.
 
@@ -471,14 +474,14 @@ def score_images(reward: Reward, params: Any, inputs: Any, prepared: Any, index:
     """`score_samples` as a program of its own, which is compiled once per reward object and set of
     shapes.
 
-    Arguments, result and errors are those of `score_samples`. The caller sets the mesh that holds
-    the arguments (`jax.set_mesh`), divided over it or replicated.
+    Arguments, result and errors are those of `score_samples`. The caller sets the mesh
+    (`jax.set_mesh`) over which the arguments are divided or replicated.
 
     Args:
         reward: A reward whose `score` is not None; static.
         params: `reward.params`, which are traced.
         inputs: Images [b, H, W, 3] or clips [b, T, H, W, 3] in [0, 1], their latents, or the pair
-            of both.
+            (images, latents), as `reward.select_inputs` returns them.
         prepared: The result of `reward.prepare`, one row per prompt.
         index: For each sample, int32 [b], the row of its prompt in `prepared`.
 
@@ -506,8 +509,8 @@ def reward_code(name: str, template: str = "{}") -> Iterator[None]:
     Raises:
         InputError: If the body raises anything but KeyboardInterrupt, even SystemExit. The message
             is one line: "reward 'NAME': ", then the filled template. The error's own message is
-            preceded by the name of its type, unless the error is a ValueError with a message; if
-            that begins with "reward 'NAME': " already, this is not repeated.
+            preceded by the name of its type, unless the error is a ValueError with a message. If
+            such a message begins with "reward 'NAME': " already, the prefix is not repeated.
     """
     with contextlib.chdir("."), contextlib.redirect_stdout(sys.stderr):
         try:

@@ -150,8 +150,8 @@ class OpenedRewards:
     def load(self, mesh: Mesh | None) -> Rewards:
         """Reads the parameters of the rewards inside JAX, once each, and sums all rewards.
 
-        In a plan the parameters of networks are abstract. No worker process starts. Every process
-        of a run must call it.
+        In `solrl plan` the parameters of networks are abstract (`jax.ShapeDtypeStruct`). No worker
+        process starts. Every process of a run must call it.
 
         Args:
             mesh: The mesh for the parameters, on which images will be scored: that of the run
@@ -161,7 +161,7 @@ class OpenedRewards:
         Returns:
             Three weighted sums: `trained`, which is trained on; `evaluated`, which also records the
             scores in `settings.eval_only`; and `explored`, which ranks candidates, or None if
-            `explore` is None. They share the parameters.
+            the field `explore` is None. They share the parameters.
 
         Raises:
             InputError: If the parameters of a user's reward cannot be placed on the mesh.
@@ -229,8 +229,8 @@ class OpenedRewards:
             groupwise; its field `group` is the sum of the groupwise ones; its field `host` has the
             rewards outside JAX. Each of these three fields is None if there are no such rewards.
             Frames, group size, workers, timeout and the treatment of failures are those of
-            `settings`. A reward outside JAX must return its own `others` and all of its scores in
-            `weights` and `watched`.
+            the field `settings`. The `others` of each reward outside JAX also have its scores in
+            `weights` and `watched`, so that a call that does not return all of them fails.
         """
         scores = (*weights, *watched)
         settings = self.settings
@@ -285,10 +285,10 @@ def open_rewards(
 ) -> OpenedRewards:
     """Opens the rewards of a configuration.
 
-    Checks names, options and files, imports the functions, calls users' factories of a `Reward`,
-    and downloads missing files from the hub to its cache. No weights are read, and no service or
-    judge gets a request. Also appends the working directory to `sys.path` if a function is
-    imported.
+    Checks names, options and files, imports functions outside JAX and users' functions, calls
+    users' functions without required parameters, which must return a `Reward`, and downloads
+    missing files from the hub to its cache. No weights are read, and no service or judge gets a
+    request. Also appends the working directory to `sys.path` if a function is imported.
 
     Args:
         settings: The section "reward" of the configuration. `solrl plan` replaces its `paths` by
@@ -426,13 +426,13 @@ def open_plugin(name: str, options: Options) -> Reward | HostReward:
     The working directory is appended to `sys.path` unless it is there.
 
     Args:
-        name: The name of an entry point of an installed package, or "module:function". An entry
-            point wins if both exist.
+        name: The name of an entry point of an installed package in the group "solrl_jax.rewards",
+            or "module:function". An entry point of this name wins.
         options: The keyword arguments of the function.
 
     Returns:
-        A `HostReward`, whose scores beside "reward" are unknown, or the `Reward` that the function
-        returned.
+        A `HostReward`, whose `others` are None (not known before the first call), or the `Reward`
+        that the factory returned.
 
     Raises:
         InputError: If the function cannot be imported, is no function, has no signature or does not
@@ -566,10 +566,11 @@ def reward_name(score: str) -> str:
 
 
 def reward_names(scores: Iterable[str]) -> list[str]:
-    """Returns the names of the rewards that scores belong to, sorted, each once.
+    """Returns the names of the rewards that scores belong to (`reward_name`), sorted, each once.
 
     Args:
-        scores: The names of scores, such as "geneval/strict". Without any, the result is empty.
+        scores: The names of scores, such as "geneval/strict", which belongs to "geneval". The name
+            of a service, a URL, is not divided. Without any scores, the result is empty.
     """
     return sorted({reward_name(score) for score in scores})
 
@@ -744,19 +745,20 @@ def _bind_check(function: Callable[..., Any], options: Options) -> Check:
 def _import_function(name: str, target: str) -> tuple[Callable[..., Any], inspect.Signature]:
     """Imports a function, also from the working directory.
 
-    Also appends the working directory to `sys.path`, which worker processes inherit, unless it is
-    there. The standard output of the module goes to standard error.
+    Also appends the working directory to the end of `sys.path`, which worker processes inherit,
+    unless it is there. The standard output of the module goes to standard error.
 
     Args:
         name: The name of the reward, for messages.
-        target: The function, as "module:function".
+        target: The function, as "module:function". The part after the colon may have dots, e.g.
+            "module:Class.method".
 
     Returns:
         The function and its signature.
 
     Raises:
-        InputError: If the import raises anything but KeyboardInterrupt, if there is no object of
-            this name, or if the object cannot be called or has no signature.
+        InputError: If the import raises anything but KeyboardInterrupt, if `target` has no colon
+            or there is no such object, or if the object cannot be called or has no signature.
     """
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # the worker processes inherit it

@@ -15,8 +15,9 @@ def shapes(paths: Mapping[str, str]) -> Reward:
 
     "reward" is partial credit in [0, 1] for the objects, their colors, shapes and relation, and the
     absence of other objects (`data.shapes.verifier.verify`). "strict" is 1 if the image shows
-    exactly the objects that its caption asks for, and else 0. The check of the reward accepts the
-    captions that `data.shapes.scenes.parse_caption` accepts, such as "two small red circles".
+    exactly the objects that its caption asks for, and else 0. The field `check` of the reward
+    accepts the captions that `data.shapes.scenes.parse_caption` accepts, such as "two small red
+    circles".
 
     Args:
         paths: Not read, because the verifier has no files.
@@ -35,9 +36,10 @@ def prepare(prompts: Sequence[str]) -> verifier.Targets:
 
     Returns:
         `Targets` of JAX arrays with one row per caption: int32 [n, 2] for the count, color, shape
-        and size of its two groups of objects, and [n] for the relation between them. All but the
-        count are indices into lists of `data.shapes.scenes`, e.g. `COLORS`. A missing group is 0
-        throughout; the size is -1 if any fits, and the relation -1 if there is none.
+        and size of its two groups of objects, and int32 [n] for the relation between them. All but
+        the count are indices into lists of `data.shapes.scenes`, e.g. `COLORS`. A missing group has
+        the count 0, and 0 for its other values; the size is -1 if any fits, and the relation -1 if
+        there is none.
 
     Raises:
         InputError: If a prompt is no caption of the embedded world.

@@ -39,7 +39,7 @@ class Converted:
     """A safetensors file that `solrl convert` makes from a released pickle.
 
     By default it is in the folder "weights" of the working directory. An entry of `reward.paths`
-    may name another file, or the directory that it is in.
+    may name another .safetensors file, or another directory that contains `file`.
 
     Attributes:
         file: The name of the safetensors file, without a directory.

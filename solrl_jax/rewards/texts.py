@@ -124,7 +124,7 @@ def split_at_special(text: str) -> list[str]:
 def clean(prompt: str) -> str:
     """Cleans a text as OpenCLIP does.
 
-    In this order: encodings are repaired with the same library (ftfy), HTML entities are resolved
+    In this order: encodings are repaired with ftfy (as in OpenCLIP), HTML entities are resolved
     twice, runs of white space become one space and are removed at both ends, and letters become
     lower case.
 

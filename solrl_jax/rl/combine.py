@@ -59,11 +59,11 @@ def weighted_advantages(scores: Mapping[str, Values], weights: Mapping[str, floa
         A_j = (r_j - mean of r_j) / std of r_j            for score j, over the prompt's candidates
         A   = sum over j of w_j A_j
 
-    The standard deviation is the population's; where it is 0, A_j is 0. A candidate with a score
-    that is not finite (or above 1e18 in magnitude) is left out of all means and standard
-    deviations, and its A is NaN. Values that may be rounding errors count as 0: a difference
-    between a score and its mean of at most 4e-6 times the largest magnitude of the score in the
-    prompt, and a sum A of at most 4e-6 times the sum of |w_j A_j|.
+    The standard deviation is the population's; where it is 0, A_j is 0. A candidate is left out of
+    the means and standard deviations of all scores, and its A is NaN, if any of its scores in
+    `weights` is not finite (or above 1e18 in magnitude). Values that may be rounding errors count
+    as 0: a difference between a score and its mean of at most 4e-6 times the largest magnitude of
+    the score in the prompt, and a sum A of at most 4e-6 times the sum of |w_j A_j|.
 
     Args:
         scores: Each score by its name, [prompts, candidates]. Names that `weights` lacks are

@@ -65,8 +65,9 @@ class Experiment:
             which are all of one kind.
         train_prompts: The training prompts, distinct and in the order of their file.
         test_prompts: The evaluation prompts, distinct and in the order of their file.
-        size: The size that `sampler`, `schedule` and `explorer` are for: (height, width) in pixels,
-            or for clips (height, width, number of frames).
+        size: The size of the images, for which the methods and properties of this object make
+            schedules and samplers: (height, width) in pixels, or for clips (height, width, number
+            of frames).
         exploration_reward: The weighted sum of the scores in `rollout.explore.reward`, which ranks
             the candidates. None: `reward` ranks them as well.
     """
@@ -110,8 +111,8 @@ class Experiment:
     def with_size(self, size: Size) -> "Experiment":
         """Returns the same experiment for images of another size.
 
-        The result is cached in this object, and with it its explorer and the explorer's
-        measurements.
+        The result is cached in this object, together with its explorer and everything that the
+        explorer has measured on the base.
 
         Args:
             size: (height, width) in pixels, or for clips (height, width, number of frames). Whether
@@ -179,7 +180,8 @@ class Experiment:
             noise_start: The first step of the full schedule that adds noise, counted from 0, if
                 `rollout.noise_level` is above 0. `rollout.sde_window_size` steps from there on add
                 noise, or all if that is None, but never the last step. With fewer `steps`, each
-                step adds the noise of the full steps that it covers. None: no noise.
+                step adds the noise of the full steps that it covers. With more, `noise_start` and
+                the window count the returned steps. None: no noise.
 
         Returns:
             The schedule, as arrays on the host.
@@ -192,9 +194,9 @@ class Experiment:
         """The solver steps for training on reward gradients; None for other objectives.
 
         One of them is drawn for each sample, from its seed. The sample is then trained on the
-        latents at the start of that step. The range holds indices of the full schedule, from 0: its
-        `algorithm.last_steps` last steps or, if that is None, the single step that starts nearest
-        to `algorithm.query_sigma`.
+        latents at the start of that step. The range holds indices, from 0, of the full schedule of
+        `rollout.num_steps` steps: its `algorithm.last_steps` last steps or, if that is None, the
+        single step that starts nearest to `algorithm.query_sigma`.
         """
         return find_query_steps(self.config, self.backbone.pipeline, self.size)
 
@@ -208,7 +210,8 @@ class Experiment:
             trained: The trainable parameters of the policy by path. An empty mapping gives the
                 base.
             steps: The number of solver steps, at least 1.
-            noise_start: The first step that adds noise, or None for no noise, as for `schedule`.
+            noise_start: The first step of the full schedule that adds noise, counted from 0, if
+                `rollout.noise_level` is above 0 (`schedule`). None: no noise.
 
         Returns:
             A sampler that uses the policy for all steps. It records no states (`recorded` is 0 and
@@ -339,7 +342,8 @@ class Experiment:
                 "calibration seeds". Each has random numbers of its own.
             prompts: The texts of the p prompts. Equal ones get equal seeds.
             candidates: n, the number of candidates of each prompt.
-            seed: The root seed, from 0 to 2**31 - 1. None: `seed` of the configuration.
+            seed: The root seed, from 0 to 2**31 - 1. None: the run's `seed` in the configuration,
+                for every stream (`eval.seed` is never used by itself).
             iteration: The number of the iteration; 0 outside the iterations.
 
         Returns:
@@ -378,8 +382,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
             lower number, and a UserWarning says so. A UserWarning is also given if the objective
             trains on reward gradients and `reward.eval_only` is empty.
         force: True skips the check that the largest arrays of the run (latents of all candidates
-            and of an evaluation, images of its grid, adapters, a batch of images, parameters
-            trained in full) fit into memory.
+            of an iteration, latents of an evaluation and the images of its grid, kept samples,
+            adapters, a batch of images, parameters trained in full) fit into memory.
 
     Returns:
         The experiment. Its size is the first of the configured training sizes.
@@ -390,8 +394,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
             it), there are too few devices, the model does not support the image sizes, a reward
             cannot score a prompt, a pattern matches no parameter, or arrays cannot fit into memory.
         ConfigError: If the attribute `trains_on` of an objective `module:function` has an unknown
-            value or needs other settings, or if no number of prompts up to that of the distinct
-            training prompts agrees with the other settings.
+            value or needs other settings; or if there are fewer distinct training prompts than
+            `train.num_prompts`, and every number up to theirs contradicts other settings.
         PermissionError: If a parent of the folder of a cache (of prompts or of a judge) may not be
             searched.
         RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
@@ -481,7 +485,12 @@ def reward_gradients_for(config: Config) -> str | None:
     """Returns the name of the objective if it trains on the gradient of the reward, else None.
 
     Args:
-        config: The configuration. An objective `module:function` is imported, which must succeed.
+        config: The configuration. An objective `module:function` is imported.
+
+    Raises:
+        ConfigError: If the attribute `trains_on` of the objective has an unknown value.
+        ImportError, AttributeError: If an objective `module:function` does not exist. Its module
+            may raise any other exception.
     """
     algorithm = config.algorithm
     return algorithm.objective if algorithm.trains_on == "reward_gradients" else None
@@ -593,8 +602,8 @@ def _check_guidance(config: Config, pipeline: Pipeline) -> None:
     steps at these states would not be predicted by the trained policy alone.
 
     Args:
-        config: The configuration of the run. An objective `module:function` is imported, which must
-            succeed.
+        config: The configuration of the run. An objective `module:function` is imported. An
+            exception of the import passes through.
         pipeline: The pipeline of the model. It decides which setting is the classifier-free scale:
             `rollout.true_cfg_scale` if its network takes the guidance scale as an input (FLUX.1),
             else `rollout.guidance_scale`.
@@ -674,8 +683,8 @@ def load_prompt_sets(config: Config) -> tuple[list[Prompt], list[Prompt]]:
             with the package, or "hub:OWNER/DATASET[:SPLIT][:COLUMN]".
 
     Returns:
-        The distinct prompts of both sets (train, test), with their metadata, each in the order of
-        its file.
+        A pair (train, test): the distinct prompts of each set, with their metadata, in the order of
+        its file. A prompt may be in both.
 
     Raises:
         InputError: If a file is missing, cannot be read or downloaded, holds no prompt or more than
@@ -697,7 +706,7 @@ def read_instruction(config: Config) -> str | None:
             directory), or None.
 
     Returns:
-        The text without the line feed at its end; None if the configuration names no file.
+        The text without one line feed at its end; None if the configuration names no file.
 
     Raises:
         InputError: If the file is missing, blank or not text, or has more than 20,000 characters or
@@ -750,16 +759,18 @@ def check_processes(mesh: Mesh, count: int) -> None:
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
-    """Makes the state before the first iteration: the base, with the adapters of `lora.path`, a
-    file or directory on disk, if it is set. Every process of a run must call it.
+    """Makes the state before the first iteration: the base, with the adapters of `lora.path` if it
+    is set, a LoRA file or directory (of diffusers, PEFT, kohya, ai-toolkit or ComfyUI) on disk.
+    Every process of a run must call it.
 
     Args:
         experiment: The run. The initial adapters are drawn from its seed.
 
     Returns:
-        The state on the devices, with step 0. Adapters that are not read from `lora.path`, and
-        ranks of read ones that are zero in both factors, have a random factor A and a factor B of
-        zero, so they change nothing. Parameters that are trained in full equal those of the base.
+        The state on the devices, with step 0. Adapters that `lora.path` does not have get a random
+        factor A and a factor B of zero, so they change nothing. In adapters that it has, a rank
+        whose column of A and row of B are both zero is initialized likewise. Parameters that are
+        trained in full equal those of the base.
 
     Raises:
         InputError: If the file of `lora.path` cannot be read, has adapters on parameters that the

@@ -41,7 +41,9 @@ def rank_correlations(proxy: Rewards, true: Rewards) -> RankCorrelations:
         true: The true rewards of the same candidates, in the shape of `proxy`.
 
     Returns:
-        The correlations of each prompt and their means. Without prompts, the means are NaN.
+        The correlations of each prompt and their means. If one of the rewards has fewer than two
+        distinct values among the candidates of a prompt that are not left out, the correlations of
+        the prompt are NaN and the means leave it out. The means are NaN if no prompt remains.
 
     Raises:
         ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
@@ -75,7 +77,8 @@ def overlap(
     `within` candidates with the best proxy rewards. The paper's Top-4 match has `top=4` and
     `within=K/2`, where K is the number of kept candidates of a prompt. Candidates without a finite
     true reward are never among the truly best ones, and those without a finite proxy reward are
-    never found. If rewards are equal, the candidate with the lower index counts as the better one.
+    never found. If rewards are equal, the candidate with the lower index counts as the better one,
+    so the one with the higher index is the first among the worst.
 
     Args:
         proxy: The proxy rewards, one row per prompt.
@@ -142,8 +145,8 @@ def regret(proxy: Rewards, true: Rewards, top: int, within: int) -> Float[np.nda
         within: The number of best candidates by proxy that the `top` are chosen from.
 
     Returns:
-        One number in [0, 1] per prompt: 0 if all its true rewards are equal, and NaN for a prompt
-        without a finite true reward.
+        One number in [0, 1] per prompt, float64: 0 if all its true rewards are equal, and NaN for a
+        prompt without a finite true reward.
 
     Raises:
         ValueError: If `proxy` and `true` differ in their numbers of prompts or of candidates.
@@ -194,7 +197,7 @@ def _mean_where(
         where: True for each value that is selected, in the shape of `values`.
 
     Returns:
-        One mean per prompt, float64; NaN where no value is left.
+        One mean per prompt, float64 for bool and float64 values; NaN where no value is left.
 
     Raises:
         ValueError: If the numbers of rows differ.

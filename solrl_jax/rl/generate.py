@@ -47,8 +47,8 @@ class Conditions:
     Attributes:
         cond: The embeddings of the prompts: arrays by the names that the pipeline's network
             takes, each with one row per prompt, on every device of the mesh.
-        uncond: The embedding of the negative prompt of classifier-free guidance: arrays by the
-            names in `cond`, with one row each.
+        uncond: The embedding of the negative prompt of classifier-free guidance (never None, also
+            without guidance): arrays by the names in `cond`, with one row each, on every device.
     """
 
     cond: Conditioning
@@ -81,8 +81,9 @@ class SeedBatch:
 
     Attributes:
         prompt: For each sample, the index of its prompt in the `PromptBatch`.
-        seeds: The seed of each sample, the two words of a threefry key of JAX. Its initial noise
-            and the noise of stochastic steps are drawn from it.
+        seeds: The seed of each sample, the two words of a threefry key of JAX. The noise of
+            stochastic steps, the query step (`Sampler.query_steps`) and, without `noise`, the
+            initial noise are drawn from it.
         noise: The latents that sampling starts from, float32. None: they are drawn from the seeds
             when samples are generated.
     """
@@ -151,7 +152,7 @@ class Samples:
     @property
     def reward(self) -> Float[np.ndarray, " b"]:
         """The weighted sum of the scores, with the weights of the reward that scored the samples.
-        Raises KeyError if nothing was scored.
+        Raises KeyError if `scores` has no "reward", for example because nothing was scored.
         """
         return self.scores["reward"]
 
@@ -223,8 +224,8 @@ def prepare(
         prompts: The prompts, at least one. They are encoded with the backbone's instruction, if it
             has one.
         max_tokens: The number of tokens that prompts are padded or truncated to.
-        negative: The negative prompt of classifier-free guidance, encoded without instruction. The
-            default is the empty prompt.
+        negative: The negative prompt of classifier-free guidance, encoded without instruction, and
+            also if the run has no guidance. The default is the empty prompt.
 
     Returns:
         The prompts; their embeddings and that of the negative prompt, on every device; and the
@@ -413,8 +414,9 @@ def _sample_parts(
 
     A part is the batch that the mesh samples at once: `sampler.samples_per_device` samples per
     device. Devices along the mesh axes `sequence` and `tensor` work on the same samples and count
-    as one. For scoring, each of them has samples of its own, so several parts are scored together;
-    their number is the product of the sizes of these two axes. Every process must call it.
+    as one. For scoring, each of these devices has samples of its own, so n parts are scored
+    together as one chunk, where n is the product of the sizes of the axes `sequence` and `tensor`.
+    Every process must call it.
 
     Args:
         backbone: The networks, and the mesh that they sample on.
@@ -426,15 +428,14 @@ def _sample_parts(
             negative prompt.
         seed_batch: The samples to generate. Its noise is used if it has one.
         start: The index of the first sample in `seed_batch`.
-        stop: The index after the last sample, above `start`. There may be at most as many samples
-            as are scored together.
+        stop: The index after the last sample, above `start`. The samples must fit into n parts.
 
     Returns:
-        One tuple for each part that is scored together, with float32 arrays on the mesh: the clean
-        latents; the recorded states, as `Samples.states` (None if nothing is recorded); and the
-        latents after the first segment (None if they are not kept). A part with too few samples
-        is filled up with copies of its first sample. In place of a part without samples, the first
-        part is returned again.
+        A list of n tuples, one per part, with float32 arrays on the mesh: the clean latents; the
+        recorded states, as `Samples.states` (None if nothing is recorded); and the latents after
+        the first segment (None if they are not kept). A part with too few samples is filled up with
+        copies of its first sample. In place of a part without samples, the first part is returned
+        again.
     """
     mesh = backbone.mesh
     samples_per_part = sampler.samples_per_device * sharding.row_groups(mesh)
@@ -469,7 +470,8 @@ def _join_parts(parts: list[Any], scoring_mesh: jax.sharding.Mesh) -> Any:
     mesh.
 
     Args:
-        parts: Trees of equal structure, each with the arrays of some samples; at least one.
+        parts: Trees of equal structure, each with the arrays of some samples; at least one. The
+            number of all samples together is a multiple of the number of devices.
         scoring_mesh: The mesh that the samples are scored on, whose axes `sequence` and `tensor`
             have size 1.
 
@@ -508,7 +510,7 @@ def _score_chunk(
 
     Returns:
         The arrays of the chunk on the devices. To save memory, it has its images only if they are
-        kept or if there are rewards that compare candidates.
+        kept or if there are rewards inside JAX that compare candidates.
 
     Raises:
         InputError: If the code of a reward inside JAX raises or returns no scores.
@@ -588,7 +590,8 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
     """Draws the initial noise of each seed, divided over `data` and `fsdp` of the ambient mesh.
 
     Args:
-        seeds: The seeds, the two words of a key per row.
+        seeds: The seeds, the two words of a key per row. Their number is a multiple of the devices
+            along `data` and `fsdp`.
         shape: The shape of one latent, (height, width, channels) or (frames, height, width,
             channels); static.
 
@@ -620,7 +623,8 @@ def sample_chunk(
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt, which only guided schedules use.
         seed_batch: The prompt, the seed and the initial noise of each sample of the chunk. The
-            noise must not be None.
+            noise must not be None. The number of samples is a multiple of the devices along the
+            mesh axes `data` and `fsdp`.
         recorded_steps: How many steps to record, from the first step that adds noise on; static.
             All of them must add noise. 0 records nothing. Ignored with `query_steps`.
         keep_intermediate: Whether to return the latents after the first segment; static.
@@ -631,11 +635,11 @@ def sample_chunk(
     Returns:
         A tuple of three float32 arrays:
 
-        * The clean latents.
-        * The recorded states: the latents before the first recorded step and after each recorded
-          step, or with `query_steps` the latents before the drawn step and the clean latents that
-          are predicted there. None if nothing is recorded.
-        * The latents after the first segment. None without `keep_intermediate`.
+        * The clean latents [b, ...].
+        * The recorded states [b, states, ...]: the latents before the first recorded step and after
+          each recorded step, or with `query_steps` the latents before the drawn step and the clean
+          latents that are predicted there. None if nothing is recorded.
+        * The latents after the first segment [b, ...]. None without `keep_intermediate`.
 
     Raises:
         ValueError: While tracing, if the network does not support the size of the latents, or has

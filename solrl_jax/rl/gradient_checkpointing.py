@@ -38,8 +38,8 @@ def open_for_training(
 
     "auto" chooses "matmuls" (the results of matmuls are kept for the backward pass) if the base and
     the kept values need at most 75 % of the memory of a device (`saved_residual_bytes`). Otherwise
-    it chooses "blocks" (only the inputs of blocks are kept). With "auto", and with sequence
-    parallelism, the network is traced, which takes seconds.
+    it chooses "blocks" (only the inputs of blocks are kept), without checking that these fit. With
+    "auto", and with sequence parallelism, the network is traced, which takes seconds.
 
     Args:
         config: The configuration of the run. `model.gradient_checkpointing` is "none", "matmuls",
@@ -55,10 +55,10 @@ def open_for_training(
 
     Raises:
         InputError: If the model does not support a size of images in training or evaluation, or the
-            FP8 attention of `rollout.explore`; if `mesh.sequence` does not divide its tokens or its
-            attention does not allow sequence parallelism; and, with "auto", if a pattern of the
-            trained parameters matches none or a LoRA target is not the kernel of a linear layer.
-            Errors of `open_pipeline` pass through.
+            FP8 attention of `rollout.explore`; if `mesh.sequence` does not divide the number of
+            tokens of one of these sizes, or the attention of the model does not allow sequence
+            parallelism; and, with "auto", if a pattern of the trained parameters matches none or a
+            LoRA target is not the kernel of a linear layer. Errors of `open_pipeline` pass through.
     """
     # "auto" is never "none": on a GPU, writing and reading the values between two matmuls takes
     # longer than computing them again.
@@ -102,9 +102,9 @@ def saved_residual_bytes(config: Config, pipeline: Pipeline, mesh: Mesh) -> floa
     """Estimates the bytes on one device for the base and for the values that the forward pass keeps
     for the gradient (residuals).
 
-    For parameters that are trained in full, four float32 copies and a float32 gradient are added.
-    The copies of adapters are not counted. The forward pass is traced, which takes seconds; nothing
-    is computed or allocated.
+    For parameters that are trained in full, four float32 copies (the trained parameters, their EMA
+    and two moments) and a float32 gradient are added. The copies of adapters are not counted. The
+    forward pass is traced, which takes seconds; nothing is computed or allocated.
 
     Args:
         config: The configuration of the run. The forward pass has images of its largest training

@@ -61,12 +61,14 @@ class IterationResult:
             "loss", "loss/policy" and "grad_norm"); those of the rewards and the image size
             (`reward_metrics`, e.g. "kept/reward"); wall times in seconds and images per second
             (`PhaseTimer.report`, e.g. "seconds/explore"); "fidelity/level", the index of the
-            exploration setting; and "continued_steps", the number of steps that the regeneration
-            took over from exploration.
+            exploration setting in `experiment.explorer.settings`; and "continued_steps", the number
+            of steps that the regeneration took over from exploration.
         ledger: The record of all candidates, by column (`ledger_columns`): "prompt", "prompt_uid",
-            "candidate", "seed", "proxy_reward", "rank", "kept", "regenerated_reward" (None if
-            nothing is regenerated) and "advantage" have one entry per candidate, prompt by prompt.
-            "precision", "steps" and "policy_revision" are single values for all candidates.
+            "candidate", "seed", "proxy_reward", "rank", "kept", "regenerated_reward" and
+            "advantage" have one entry per candidate, prompt by prompt; the last two are masked for
+            candidates that are not kept. "precision", "steps" and "policy_revision" are single
+            values for all candidates, as is a None for "regenerated_reward" if nothing is
+            regenerated.
     """
 
     metrics: dict[str, float]
@@ -100,8 +102,8 @@ class Selection:
 
     @property
     def kept_seeds(self) -> UInt32[np.ndarray, "p k 2"]:
-        """The seeds of the kept candidates, in the order of `chosen`. A prompt that is not usable
-        has those of its first K candidates.
+        """The seeds of the K kept candidates of each prompt, in the order of `chosen`. A prompt
+        with fewer than K finite values in `ranking_values` has the seeds of its first K candidates.
         """
         return np.take_along_axis(self.seeds, self.chosen[..., None], axis=1)
 
@@ -117,12 +119,12 @@ def iterate(
 
     Every process of a run must call it with the same arguments. The update donates `state`: its
     arrays are deleted, so use the returned state from here on. If an error comes before the update,
-    `state` stays usable. The result does not depend on the devices or the chunk size, up to
-    rounding.
+    `state` stays usable. The result does not depend on the devices or on
+    `rollout.per_device_batch_size`, up to rounding.
 
     The first iteration with an image size and a level may also sample from the base, for
-    exploration options that take measurements. Encoding the prompts may load text encoders and
-    write to the cache of prompts.
+    exploration options that take measurements on it, such as of the inputs of its layers. Encoding
+    the prompts may load text encoders and write to the cache of prompts.
 
     Args:
         experiment: The parts of the run that do not change.
@@ -139,7 +141,8 @@ def iterate(
             iteration. The default reports nothing.
 
     Returns:
-        The new state, on the devices, and the metrics and the ledger of the iteration.
+        The new state, on the devices, and the metrics and the ledger (the record of all candidates)
+        of the iteration.
 
     Raises:
         InputError: If the number of the iteration is not from 1 to 2**31 - 1, if the prompts cannot
@@ -275,7 +278,8 @@ def make_samplers(
     Args:
         experiment: The experiment of the iteration.
         old: The trainable parameters by path of the old policy, which both phases sample from.
-        setting: The format and the number of steps of exploration. Its `option_set` is not read.
+        setting: The format and the number of steps of exploration. Its `option_set` is not read;
+            the exploration options are those in the configuration of `experiment`.
         noise_start: The first step of the full schedule at which both phases add noise, counted
             from 0, if `rollout.noise_level` is above 0. `rollout.sde_window_size` steps from there
             on add noise, or all if that is None, but never the last step. With fewer steps, each
@@ -284,10 +288,10 @@ def make_samplers(
     Returns:
         The sampler of exploration and that of regeneration, also if nothing is regenerated. The
         sampler of the training samples (that of exploration if nothing is regenerated) records the
-        states that the objective trains at. If both phases have the same first steps in the
-        training precision (`continued_steps`), exploration keeps the latents after these steps, and
-        the sampler of regeneration has only the later ones. The caller must then pass the kept
-        latents to the regeneration as its noise.
+        states that the objective trains at. If `continued_steps` is above 0, regeneration can take
+        over that many first steps from exploration: exploration keeps the latents after these
+        steps, and the sampler of regeneration has only the later steps. The caller must then pass
+        the latents of the kept candidates to the regeneration as its noise.
 
     Raises:
         KeyError: If there is no such format, or the base has no parameter of a path in `old`.
@@ -332,8 +336,9 @@ def policy_batch(
 
     Samples have weight 1, or weight 0 if they do not count. Without pairs, a sample does not count
     if its value or its target is not finite. With pairs, two kinds do not count: the padding pairs,
-    which name one sample twice and replace the samples that `best_and_worst` leaves out, and pairs
-    whose two values are equal up to rounding (4e-6 of the larger magnitude).
+    which name one sample twice and replace the samples that `best_and_worst` leaves out (those
+    whose value is not finite, and the middle one of an odd number), and pairs whose two values are
+    equal up to rounding (4e-6 of the larger magnitude).
 
     Args:
         experiment: `algorithm.trains_on` of its configuration decides whether samples are paired,
@@ -398,7 +403,8 @@ def reward_metrics(
         experiment: The experiment of the iteration, whose image size is reported. Its
             configuration says how samples are ranked (`reward.combine`) and whether the kept
             samples were regenerated (`rollout.regenerate`).
-        selection: The candidates and which of them are kept.
+        selection: The candidates, which of them are kept, and which prompts are usable. A prompt is
+            usable if at least as many of its candidates have a finite ranking value as are kept.
         rewards: The rewards of the kept samples in the order of `selection.chosen`, NaN for prompts
             that are not usable.
         values: The values that order the kept samples, in the shape of `rewards`: the rewards
@@ -417,7 +423,7 @@ def reward_metrics(
         * "size/height", "size/width": The size of the images in pixels; "size/frames": the number
           of frames, for clips.
         * "unusable_prompts": The number of prompts that are not usable. Their samples in `kept` are
-          padding, which is not trained on.
+          padding (their first candidates), which is not trained on.
         * "nonfinite_targets": The number of samples in `kept` of usable prompts that are not
           trained on because the gradient of their reward is not finite. Only for objectives that
           train on reward gradients.
@@ -429,9 +435,9 @@ def reward_metrics(
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts its costs, such as
           requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
         * "fidelity/spearman", "fidelity/kendall": The rank correlations, within the kept samples of
-          a prompt, between their ranking values from exploration and `values`, mean over usable
-          prompts. Without regeneration the two are equal, so the correlations are 1 where they are
-          defined.
+          a prompt, between the `ranking_values` of their scores in `explored` and `values`, mean
+          over the usable prompts for which they are defined. Without regeneration the two are
+          equal, so the correlations are 1 where they are defined.
 
         Means leave out values that are not finite, and are NaN if no value is left.
     """
@@ -502,7 +508,8 @@ def ledger_columns(
             rewards.
         selection: The candidates and which of them are kept.
         setting: The format and the number of steps that the candidates were explored with.
-        rewards: The rewards of the kept samples, in the order of `selection.chosen`.
+        rewards: The rewards of the kept samples, in the order of `selection.chosen`. Not read if
+            nothing is regenerated.
         advantage: The advantages of the kept samples, in the same order.
         iteration: The number of the iteration, from 1.
 
@@ -511,8 +518,9 @@ def ledger_columns(
         text), "prompt_uid" (uint32, a hash of the text), "candidate" (the index within the prompt),
         "seed" (uint64, both words of the seed, the first in the high bits), "proxy_reward"
         (`selection.proxy_rewards`, float32), "rank" (within the prompt, by
-        `selection.ranking_values`; 0 is the best, and values that are not finite come last), "kept"
-        (bool, False for all candidates of a prompt that is not usable), and "regenerated_reward"
+        `selection.ranking_values`, which the candidates were selected by; 0 is the best, and values
+        that are not finite come last), "kept" (bool, False for all candidates of a prompt that is
+        False in `selection.usable`, because too few have a finite value), and "regenerated_reward"
         and "advantage", masked float32 arrays whose entries are masked where "kept" is False.
         These are single values that hold for all candidates: "precision" and "steps" of the
         exploration, "policy_revision" (the number of the iteration in which the exploring policy

@@ -62,7 +62,9 @@ class _Request:
 
     @property
     def needed(self) -> int:
-        """The bytes that the field needs with its configured value."""
+        """The bytes that the configuration field needs: `unit` times `value`, or times
+        `saturates_at` if that is less.
+        """
         count = self.value if self.saturates_at is None else min(self.value, self.saturates_at)
         return count * self.unit
 
@@ -130,7 +132,8 @@ def _requests(
     host: int,
     device: float,
 ) -> list[_Request]:
-    """Lists the fields whose value multiplies the size of an array.
+    """Lists the configuration fields whose value multiplies the size of an array, with the bytes
+    that each needs.
 
     Args:
         config: The configuration of the run, which has the values of the fields and the image
@@ -144,14 +147,16 @@ def _requests(
         device: The bytes of memory of one device.
 
     Returns:
-        One request for each of these fields, in this order. All arrays are float32.
+        Always one request (bytes, available memory and text for messages) for each of these six
+        fields, in this order. All arrays are float32.
 
         * In the physical memory of a host: `rollout.candidates` (latents of an iteration, twice if
-          regeneration continues from the configured exploration), `eval.num_images_per_prompt`
+          regeneration continues from latents of exploration), `eval.num_images_per_prompt`
           (latents of an evaluation) and `eval.num_grid_images` (images of its grid).
         * In the memory of a device: `rollout.kept` (the kept samples, with recorded states and
-          targets), `lora.rank` (six copies of the adapters) and `rollout.per_device_batch_size` (a
-          batch of images, at most a device's share of the candidates of an iteration).
+          targets), `lora.rank` (six copies of the adapters; 0 bytes without adapters) and
+          `rollout.per_device_batch_size` (a batch of images, at most a device's share of the
+          candidates of an iteration).
     """
     rollout = config.rollout
     evaluation = config.eval

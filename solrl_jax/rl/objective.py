@@ -56,7 +56,8 @@ class Velocities(NamedTuple):
     Attributes:
         trained: The prediction of the trained policy, the only one with a gradient.
         old: The prediction of the old policy, which generated the samples.
-        reference: The prediction of the base model, without adapters or trained arrays. With
+        reference: The prediction of the base model, without adapters or trained arrays. Never None;
+            XLA does not compute it if neither loss nor metrics depend on it. With
             `algorithm.kl_fraction` below 1 it is evaluated for some samples only; the others have a
             copy of `trained` without gradient.
         reference_weight: The weight of each sample in the KL term, which keeps its mean unbiased.
@@ -96,9 +97,10 @@ class TrainingTarget(NamedTuple):
     """The samples that one micro-batch is trained on.
 
     For an objective that trains on pairs, row 2 i is the better sample of a pair and row 2 i + 1
-    the worse one, at the same noise and sigma. Samples of weight 0 do not count: padding, ties of a
-    pair, and samples without a finite reward or target. Their clean and recorded latents and their
-    targets are replaced by zeros. `x` is then zero, or `sigma noise` if the samples are noised.
+    the worse one, at the same noise and sigma. Samples of weight 0 (`PolicyBatch.weight`) do not
+    count: padding, pairs with equal rewards, and samples without a finite reward or target. Their
+    clean and recorded latents and their targets are replaced by zeros. `x` is then zero, or `sigma
+    noise` if the samples are noised.
 
     Attributes:
         x: The latents at which the velocities are predicted: the noised sample `(1 - sigma) x0 +
@@ -106,7 +108,7 @@ class TrainingTarget(NamedTuple):
         x0: The clean latents of the samples, at the end of their trajectories (sigma 0).
         sigma: The noise level of `x`, in (0, 1].
         optimality: The probability q in [0, 1] that the sample is one to imitate. `2 q - 1` is the
-            advantage divided by its clip.
+            advantage divided by its bound, `algorithm.adv_clip_max`.
         step: The recorded step from `x`. None unless the objective trains on transitions.
         targets: The latents that the objective has made from the gradient of the reward, by name.
             None unless it trains on reward gradients.
@@ -139,7 +141,8 @@ class Objective(Protocol):
         Args:
             velocities: The predictions of the trained, the old and the reference policy at
                 `target.x`, float32.
-            target: The training samples: noised or recorded latents, sigmas and optimalities.
+            target: The training samples: noised or recorded latents, sigmas and optimalities (the
+                probability in [0, 1] that a sample is one to imitate).
             algorithm: The algorithm section of the configuration, which has the coefficients of the
                 losses, such as `beta`, `kl_coef` and `clip_range`.
 
@@ -227,7 +230,9 @@ def make_targets_of(objective: Objective) -> MakeTargets:
         objective: An objective that trains on reward gradients.
 
     Returns:
-        The function (gradient, anchor, algorithm) -> latents by name.
+        The function (gradient, anchor, algorithm) -> latents by name. `gradient` maps clean latents
+        to their rewards and gradients, `anchor` has the clean latents that the old policy predicts,
+        and `algorithm` is the section of the configuration.
 
     Raises:
         InputError: If the objective has no attribute `targets` that is callable.

@@ -9,11 +9,12 @@ import jax
 
 
 class PhaseTimer:
-    """Measures the wall time of phases that follow each other: `start` begins one, `stop` ends the
-    last.
+    """Measures the wall time of phases that follow each other: `start` begins one and ends the one
+    before it, and `stop` ends the last.
 
     The phases also appear by name in a profiler trace that is being recorded. The first timer of a
-    process registers a listener with JAX, which counts the seconds of all later compilations.
+    process registers a listener with JAX, which counts the seconds of all later compilations
+    (`report` returns them).
 
     Attributes:
         seconds: The wall time in seconds of each phase that has ended, by name, in the order in
@@ -47,7 +48,8 @@ class PhaseTimer:
         """Ends the running phase and stores its wall time in `seconds`, in place of an earlier time
         of the same name.
 
-        It does not wait for the devices (`wait`), and does nothing if no phase is running.
+        It does not wait for the devices (the method `wait` does), and does nothing if no phase is
+        running.
         """
         if self._phase:
             self.seconds[self._phase] = time.perf_counter() - self._began
@@ -77,8 +79,8 @@ class PhaseTimer:
               running phase is left out and goes on.
             * "seconds/compile": the time of all compilations in this process since the timer was
               made. The times of the phases include it.
-            * "images_per_second/explore" and, unless `num_regenerated` is None,
-              "images_per_second/regenerate".
+            * "images_per_second/explore": `num_explored` divided by the time of the phase
+              "explore". Unless `num_regenerated` is None, "images_per_second/regenerate" likewise.
 
         Raises:
             KeyError: If no phase "explore" has ended, or `num_regenerated` is given and no phase

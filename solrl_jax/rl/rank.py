@@ -52,8 +52,9 @@ class Pools:
         true: The rewards after regeneration, in the training precision with all steps: one row per
             prompt, one column per candidate. NaN if a candidate could not be scored.
         proxies: The rewards of the same candidates after exploration, by exploration setting
-            (format, number of steps, set of options), each in the shape of `true` and with NaN in
-            the same case. They come from `rollout.explore.reward` if the run has it.
+            (format, number of steps, set of options), each in the shape of `true`. NaN if the
+            explored candidate could not be scored. They come from `rollout.explore.reward` if the
+            run has it.
     """
 
     prompts: Sequence[str]
@@ -138,9 +139,9 @@ def explore_and_regenerate(
 
     All candidates are generated once by regeneration, and once per setting by exploration. A
     candidate always has the same seed, which depends on `eval.seed` and not on the seed of the run.
-    A window of solver steps that add noise begins at step 0, as in the first iteration. Regenerated
-    candidates are scored by the run's reward, explored ones by `rollout.explore.reward` if the run
-    has it.
+    If `rollout.noise_level` is above 0, the solver steps that add noise (`rollout.sde_window_size`)
+    begin at step 0, as in the first iteration. Regenerated candidates are scored by the run's
+    reward, explored ones by `rollout.explore.reward` if the run has it.
 
     Encoding the prompts may load text encoders and write to the cache of prompts. Exploration
     options that take measurements on the base do so once per set of options. Every process of a run
@@ -153,7 +154,8 @@ def explore_and_regenerate(
             the base.
         prompts: The number of test prompts, taken from the start of the set, at least 1. If the set
             has fewer, all are taken.
-        settings: How candidates are explored: format, steps and exploration options.
+        settings: How candidates are explored: format, number of steps and `option_set`, the name of
+            a set of exploration options (a file in `configs/explore/`; "": those of the run).
         progress: Called with the phase ("regenerate" or "explore"), the number of candidates of
             all prompts, and the number of candidates done since the last call. The last number is 0
             when a phase starts. The phase "explore" starts once per setting.
@@ -215,11 +217,12 @@ def draw_candidates(experiment: Experiment, prompts: int) -> tuple[PromptBatch, 
         Every process gets all of them.
 
     Raises:
-        InputError: If the tokenizer or a text encoder of the model fails on its files, or the cache
-            of prompts cannot be written.
+        InputError: If the tokenizer or a text encoder of the model fails on its files, or the
+            folder of the cache of prompts cannot be written.
         FileNotFoundError: If the directory of a tokenizer is missing.
         PermissionError: If a folder of the cache of prompts may not be searched.
-        RunError: If the disk refuses the cache of prompts, or another process gives no answer.
+        RunError: If the disk refuses an entry of the cache of prompts, or another process gives no
+            answer.
     """
     config = experiment.config
     test_prompts = experiment.test_prompts[:prompts]
@@ -251,7 +254,7 @@ def pool_rewards(
         sampler: The policy and the schedule with which the candidates are sampled. Its name is that
             of the phase.
         prompt_batch: The prompts, from `draw_candidates`. With `explored`, they must have been
-            prepared for that reward by `Experiment.prepare_for_ranking`.
+            prepared for the reward of exploration by `Experiment.prepare_for_ranking`.
         seed_batch: The candidates, from `draw_candidates`.
         progress: Called with the name of the sampler, the number of candidates, and the number of
             candidates done since the last call: 0 at the start, then once per chunk.
@@ -387,10 +390,10 @@ def format_table(results: Sequence[dict[str, Any]], settings: Sequence[Explorati
     """Formats results for a terminal.
 
     The table has a header, one line per setting (means over the prompts), and a last line with the
-    numbers of kept and of all candidates per prompt and the two mean true ranks of a perfect proxy,
-    of the best and of the worst kept half. If there is a single setting, one line per prompt
-    precedes the line of the setting. The columns are the figures that `summarize` computes for each
-    prompt (`COLUMNS`).
+    numbers of kept and of all candidates per prompt and the true ranks that a perfect proxy would
+    reach (`perfect_rank_best`, `perfect_rank_worst`). If there is a single setting, one line per
+    prompt precedes the line of the setting. The columns are the figures that `summarize` computes
+    for each prompt (`COLUMNS`).
 
     Args:
         results: The results of `summarize`, at least one.

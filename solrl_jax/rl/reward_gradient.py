@@ -52,9 +52,10 @@ def add_targets(
         experiment: Its objective makes the targets from the gradient of its reward. The reward must
             be scored inside JAX and compare no candidates.
         prompt_batch: The prompts that `prompt` points to, prepared for the reward.
-        samples: The samples, at least one. Their `states` [b, 2, ...] must not be None. They are
-            two latents per sample: the state before the query step and the clean latents that the
-            old policy predicted there. Only the clean latents are read.
+        samples: The samples, any number from one on. Their `states` [b, 2, ...] must not be None.
+            They are two latents per sample: the state before the solver step at which the sample is
+            trained (`Sampler.query_steps`), and the clean latents that the old policy predicted
+            there. Only the clean latents are read.
         prompt: The index of the prompt of each sample in `prompt_batch`.
 
     Returns:

@@ -34,10 +34,10 @@ def make_schedule(
     Returns:
         The schedule, as arrays on the host. If it has fewer steps than the full schedule, the noise
         of a step is the sum of the noise that the same seed has on the full schedule between the
-        same sigmas, scaled to the noise level of the step. That level is `rollout.noise_level`
-        times the square root of the share of the step (in sigma) that the full steps selected by
-        `noise_start` cover. A schedule with more steps than the full one draws other noise, and
-        `noise_start` counts its own steps.
+        same sigmas, scaled to the noise level of the step. That level is `rollout.noise_level
+        sqrt(share)`, where share is the fraction of the sigma interval of the step that the full
+        steps selected by `noise_start` cover. A schedule with more steps than the full one draws
+        other noise, and `noise_start` counts its own steps.
 
     Raises:
         ValueError: If the configured schedule or solver does not exist, or if the solver is
@@ -91,9 +91,9 @@ class Sampler:
         samples_per_device: The number of samples that one device generates at once, at least 1;
             `generate` pads a batch with fewer. Devices along the mesh axes `sequence` and `tensor`
             work on the same samples and count as one.
-        recorded: How many steps that add noise are recorded for training, from the first such step
-            on: the latents before and after each of them are returned with the samples. 0 records
-            nothing.
+        recorded: How many consecutive steps are recorded for training, from the first step that
+            adds noise on: the latents before and after each of them are returned with the samples.
+            All of them must add noise. 0 records nothing.
         keep_intermediate: Whether the latents after the first segment are returned with the
             samples.
         query_steps: Consecutive steps, counted from 0 over all segments. One of them is drawn for
@@ -116,8 +116,9 @@ class Sampler:
 
         It starts at the latents after the skipped steps, which the caller passes as the noise
         (`SeedBatch.noise`). Solvers that use earlier predictions start without any. `count` is
-        subtracted from `query_steps` (None stays None). Apart from `segments`, all other fields are
-        kept; `recorded` steps then start at the first remaining step that adds noise.
+        subtracted from `query_steps`, the steps of which one is drawn for training (None stays
+        None). The first segment is shortened, and all other fields are kept. `recorded` steps then
+        start at the first remaining step that adds noise.
 
         Args:
             count: The number of steps to skip, at least 0, less than the number of steps of the

@@ -34,7 +34,8 @@ def best_and_worst(rewards: Rewards) -> tuple[Int[np.ndarray, " pairs"], Int[np.
 
     Samples without a finite reward are left out. If an odd number of samples remains, the middle
     one is left out too. Every prompt has n / 2 pairs, rounded down; missing pairs are replaced by
-    padding, in which the better and the worse sample are the same.
+    padding, in which the better and the worse sample are the same sample of the prompt, whose
+    reward need not be finite.
 
     Args:
         rewards: One row of n rewards per prompt. If rewards are equal, the lower index counts as

@@ -96,7 +96,8 @@ def measure(
 
     Returns:
         The mean Spearman correlation over prompts with nothing quantized, and the results of all
-        groups, ordered by the path of the first layer in each group.
+        groups, ordered by the path of the first layer in each group. Each mean leaves out the
+        prompts for which its correlation is undefined.
 
     Raises:
         RunError: If the correlation without quantization is defined for no prompt, for example

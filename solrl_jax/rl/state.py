@@ -32,14 +32,15 @@ from solrl_jax.rl.trainable.trainable import (
 class TrainState:
     """The state of training: three sets of trainable parameters, and the state of the optimizer.
 
-    Each set is a dict from the path of a parameter to its LoRA adapter {"a": ..., "b": ...} or, if
-    the parameter is trained in full, to the whole array. All three have the same paths. They are
-    float32, except that the whole arrays in `old` have the dtype of the base.
+    Each set is a dict from the path of a parameter to its LoRA adapter {"a": [..., in, rank], "b":
+    [..., rank, out]} or, if the parameter is trained in full, to the whole array. All three have
+    the same paths. They are float32, except that the whole arrays in `old` have the dtype of the
+    base.
 
     Attributes:
         step: The number of optimizer steps taken, an int32.
-        adapters: The trained parameters ("default" in the paper): LoRA adapters, and also the
-            arrays that are trained in full.
+        adapters: The parameters of the trained policy (the adapter "default" in the released code
+            of DiffusionNFT): LoRA adapters, and also the arrays that are trained in full.
         old: The parameters of the old policy, which generates the samples.
         ema: The exponential moving average of the trained parameters, which is evaluated.
         opt_state: The state of the optimizer that `make_optimizer` returns.
@@ -95,8 +96,9 @@ def read_start(lora: Lora, adapted: Collection[str], table: Table) -> dict[str, 
 
     Raises:
         InputError: If the file is missing, unreadable, not plain LoRA or not of this network, if it
-            has adapters on other paths, or if its rank or alpha, as `import_lora` returns them for
-            all layers, differs from that of the run. The message names the path of the file.
+            has adapters on other paths, or if its rank or alpha differs from that of the run. If
+            layers of the file differ in rank or alpha, its rank and its alpha are both the largest
+            rank (`import_lora`). The message names the path of the file.
     """
     if lora.path is None:
         return {}
@@ -132,8 +134,8 @@ def init_state(
     *,
     start: Mapping[str, Adapter] | None = None,
 ) -> TrainState:
-    """Makes the state before the first step: three policies that equal the base, or the base with
-    the adapters `start`. Every process of a run must call it.
+    """Makes the state before the first step: three policies (trained, old, EMA) that equal the
+    base, or the base with the adapters `start`. Every process of a run must call it.
 
     Args:
         key: The key from which the factors A of the initial adapters are drawn, a typed key of JAX.
@@ -143,8 +145,9 @@ def init_state(
         lora: The LoRA section of the configuration. Its `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for the state of the optimizer.
         mesh: The mesh on which the state is placed (`sharding.parameter_sharding`). Arrays of fewer
-            than 4096 elements are on every device. Others are divided over `fsdp` and, for the
-            outputs of linear layers, `tensor`, as far as these sizes divide their axes.
+            than 4096 elements are on every device. Others are divided over the mesh axes `fsdp`
+            and, for the outputs of linear layers, `tensor`, if the size of the mesh axis divides an
+            array axis.
         start: Adapters by path, from `read_start`, for all three policies. Other paths get initial
             adapters: the factor A is drawn from a Gaussian with the standard deviation 1 / rank,
             and the factor B is zero. Unused ranks of the adapters in `start` (a column of A and a
@@ -181,8 +184,8 @@ def abstract_state(
     Returns:
         A `TrainState` with a `jax.ShapeDtypeStruct` in place of each array. Its sharding is that of
         `sharding.parameter_sharding`: arrays of fewer than 4096 elements are replicated, others
-        divided over `fsdp` and, for the outputs of linear layers, `tensor`, as far as these sizes
-        divide their axes.
+        divided over the mesh axes `fsdp` and, for the outputs of linear layers, `tensor`, if the
+        size of the mesh axis divides an array axis.
     """
     shapes = jax.eval_shape(
         lambda key, base: _fresh(key, base, trained_paths, lora, optimizer, {}),
@@ -217,7 +220,8 @@ def _fresh(
             initial factors (A random, B zero), which do not change the policy. May be empty.
 
     Returns:
-        The state with step 0. Its three sets of parameters are equal except for their dtypes.
+        The state with step 0. Its three sets of trainable parameters (`adapters`, `old` and `ema`)
+        are equal except for their dtypes.
     """
     flat = flatten(base)
     adapters = init_adapters(key, base, trained_paths.adapted, lora.rank)

@@ -95,14 +95,15 @@ class _LossInputs:
         base: The parameters of the base transformer, a nested dictionary. The policies are built on
             them; alone they are the reference policy.
         old: The trainable parameters of the old policy, by path.
-        batch: The kept samples of the iteration, with their prompts.
-        schedule: The schedule on which the samples were generated. Its sigmas and recorded steps
-            are used for training.
+        batch: All b kept samples of the iteration, with their prompts.
+        schedule: The schedule on which the samples were generated. Training uses its sigmas,
+            timesteps and embedded guidance and, for recorded steps (`PolicyBatch.states`), its
+            solver coefficients.
         objective: The function (`Velocities`, `TrainingTarget`, algorithm section) -> (losses,
             metrics), one value per sample of a micro-batch.
-        chosen: The indices of the steps of `schedule` at which each of the b samples is trained,
-            with one row per sample. A sample is trained `config.num_train_sigmas` times, and each
-            time has one column ("slot").
+        chosen: The indices of the steps of `schedule` at which each of the b samples of `batch` is
+            trained, with one row per sample. A sample is trained `config.num_train_sigmas` times,
+            and each time has one column ("slot").
     """
 
     backbone: Backbone
@@ -133,15 +134,16 @@ def update(
 
     * By default, the sample is noised anew to the sigma, with noise from its seed.
     * For objectives on transitions, the recorded step that starts at the sigma is used. Only steps
-      that add noise are drawn.
+        that add noise are drawn.
     * For objectives on reward gradients, the one recorded state is used.
 
     Each pair of a sample and a sigma is a term of the loss. The terms are ordered by slot: first
     those at the first drawn sigma of each sample, then those at the second, and so on. In this
     order they are divided equally among the optimizer steps. Each optimizer step minimizes the mean
-    of its terms, in micro-batches of at most `optimizer.per_device_batch_size` terms. The mean
-    leaves out terms of samples of weight 0, and those of a micro-batch whose loss or gradient is
-    not finite. Every process of a run must call it.
+    of its terms, in micro-batches of at most `optimizer.per_device_batch_size` terms per device
+    (devices along the mesh axes `sequence` and `tensor` share a micro-batch). The mean leaves out
+    terms of samples of weight 0, and those of a micro-batch whose loss or gradient is not finite.
+    Every process of a run must call it.
 
     Args:
         backbone: The networks and the mesh, which must also be the ambient mesh; static.
@@ -161,11 +163,11 @@ def update(
         float32 scalars:
 
         * "loss" and the metrics of the objective by name (e.g. "loss/policy"): the mean over the
-          terms of an optimizer step that are not left out (0 if all are), averaged over the
-          optimizer steps.
+            terms of an optimizer step that are not left out (0 if all are), averaged over the
+            optimizer steps.
         * "grad_norm": the norm of the gradient before clipping, mean over the optimizer steps.
         * "skipped_micro_batches": the number of micro-batches, in all optimizer steps, whose loss
-          or gradient was not finite.
+            or gradient was not finite.
         * "old_decay": the weight of the previous old policy in the new one (`old_decay`).
 
     Raises:
@@ -213,7 +215,8 @@ def _choose_steps(batch: PolicyBatch, schedule: Schedule, config: Config) -> Int
             or, if that is None, at the step that starts nearest to `algorithm.query_sigma`.
 
     Returns:
-        The indices of the steps of each sample, int32, one column per slot.
+        The indices of the steps in the schedule, int32, with one row per sample and one column for
+        each time that the sample is trained ("slot").
     """
     if batch.targets is not None:
         algorithm = config.algorithm
@@ -272,16 +275,16 @@ def _optimizer_step(
     Args:
         problem: The inputs of the loss, apart from the trained parameters.
         state: The state before the optimizer step.
-        terms: The numbers of the terms of the loss. With b samples, number t is sample t mod b at
-            the step `problem.chosen[t mod b, t div b]` of the schedule.
+        terms: The numbers of the terms of the loss. With b samples, term n is sample n mod b at the
+            step `problem.chosen[n mod b, n div b]` of the schedule.
 
     Returns:
         The state after the step, whose old policy is unchanged, and the metrics of the step as
-        scalars: "loss" and those of the objective, as means over the terms of weight 1 outside of
-        skipped micro-batches; "grad_norm", the norm of the gradient before clipping; and
-        "skipped_micro_batches", the number of micro-batches whose loss or gradient was not finite.
-        If no term is left, the gradient is 0, but the step is still taken, with momentum and weight
-        decay.
+        scalars: "loss" and those of the objective, as means over the terms whose sample has weight
+        1 (`PolicyBatch.weight`), outside of skipped micro-batches; "grad_norm", the norm of the
+        gradient before clipping; and "skipped_micro_batches", the number of micro-batches whose
+        loss or gradient was not finite. If no term is left, the gradient is 0, but the step is
+        still taken, with momentum and weight decay.
     """
     config = problem.config
     batch = problem.batch
@@ -336,7 +339,8 @@ def _accumulate(
         loss: (trainable, terms, valid) -> (loss, metrics) of one micro-batch, as sums over its
             terms. `valid` is 0 for terms that pad the last micro-batches, else 1.
         trainable: The trained parameters by path. The loss is differentiated with respect to them.
-        terms: The numbers of all terms of the optimizer step, which `loss` gets in parts.
+        terms: The numbers of all terms of the optimizer step (as in `_optimizer_step`), which are
+            passed to `loss` one micro-batch at a time.
         micro: The number of terms of one micro-batch.
         mesh: The mesh of the run, which must be the ambient one.
 
@@ -396,12 +400,12 @@ def _join_adapter_sum(total: Sum, adapters: dict[str, Adapter]) -> dict[str, Ada
     receives the other parts.
 
     Args:
-        total: The sums by path (compensated, `parallel.sums`), whose arrays have one row per group
-            of devices.
+        total: The sums by path (a compensated sum, `parallel.sums.Sum`), whose arrays have one row
+            per group of devices.
         adapters: The adapters by path, which give the shapes of the gradients.
 
     Returns:
-        The gradients of the adapters by path, on every device.
+        The sums over all groups by path, float32, in the shapes of the adapters, on every device.
     """
     shares = Sum(_divide_over_groups(total.rounded), _divide_over_groups(total.rounding_error))
     return jax.tree.map(_gather, join(shares).value, adapters)
@@ -411,13 +415,13 @@ def _join_array_sum(total: Sum, arrays: dict[str, Array], mesh: Mesh) -> dict[st
     """Gathers the sums of the gradients of arrays that are trained in full.
 
     Args:
-        total: The sums by path (compensated, `parallel.sums`): flat arrays, padded with zeros, that
-            are divided over the groups of devices (the mesh axes `data` and `fsdp`).
+        total: The sums by path (a compensated sum, `parallel.sums.Sum`): flat arrays, padded with
+            zeros, that are divided over the groups of devices (the mesh axes `data` and `fsdp`).
         arrays: The trained arrays by path, which give the shapes of the gradients.
         mesh: The mesh of the run.
 
     Returns:
-        The gradients of the arrays by path, sharded like the arrays.
+        The gradients by path, float32, with the shapes and shardings of the arrays.
     """
     gradients = jax.tree.map(_gather, total.value, arrays)
     return jax.lax.with_sharding_constraint(gradients, sharding.parameter_sharding(mesh, arrays))
@@ -431,7 +435,7 @@ def _gather(x: Float[Array, " padded_size"], like: Array) -> Array:
         like: An array with the shape of the result. Its values are not read.
 
     Returns:
-        The elements in that shape.
+        The elements in that shape, with the dtype of `x`.
     """
     return sharding.replicate(x)[: like.size].reshape(like.shape)
 
@@ -442,8 +446,8 @@ def _divide_over_groups(tree: Any) -> Any:
     Each group of devices starts with one row and ends with some columns of all rows.
 
     Args:
-        tree: A tree of float arrays with one row per group of devices that share samples (the axes
-            `data` and `fsdp` of the ambient mesh).
+        tree: A tree of float arrays with one row per group of devices. A group is the devices at
+            the same position of the axes `data` and `fsdp` of the ambient mesh.
 
     Returns:
         The tree with flat rows, whose length is padded with zeros to a multiple of the number of
@@ -469,22 +473,23 @@ def _micro_batch_loss(
     """Computes the contribution of one micro-batch to the mean loss over all terms of an optimizer
     step.
 
-    The three policies are evaluated at the same latents. If `algorithm.kl_fraction` is below 1, the
-    reference is evaluated only at that fraction of the terms (`reference_terms`). Their KL losses
-    get a larger weight, which keeps the mean unbiased (`Velocities.reference_weight`). Terms of
-    samples of weight 0 and padding contribute 0, also to the gradient.
+    The trained, the old and the reference policy are evaluated at the same latents. If
+    `algorithm.kl_fraction` is below 1, the reference is evaluated only at that fraction of the
+    terms (`reference_terms`). Their KL losses get a larger weight, which keeps the mean unbiased
+    (`Velocities.reference_weight`). Terms of samples of weight 0 and padding contribute 0, also to
+    the gradient.
 
     Args:
         problem: The samples, the policies and the objective.
-        adapters: The parameters of the trained policy by path.
-        terms: The numbers of the terms. With b samples, number t is sample t mod b at the step
-            `problem.chosen[t mod b, t div b]` of the schedule.
+        adapters: The trainable parameters of the trained policy by path, adapters and whole arrays.
+        terms: The numbers of the terms. With b samples, term n is sample n mod b at the step
+            `problem.chosen[n mod b, n div b]` of the schedule.
         valid: 0 for terms that pad the micro-batch, else 1.
         total: The total weight of the terms of the optimizer step, by which sums are divided; at
             least 1.
 
     Returns:
-        The loss, and the metrics of the objective, each as the sum over the terms of the
+        The loss and the metrics of the objective. All of them are sums over the terms of the
         micro-batch divided by `total`. The metrics also have the sum of the weights of the terms,
         not divided, under the name `_USED`.
     """
@@ -531,8 +536,9 @@ def reference_terms(
 ) -> Int[Array, " n"]:
     """Draws the terms of a micro-batch at which the reference policy is evaluated.
 
-    Every subset of n of the m terms is equally probable. The draw is made from the seeds (stream
-    "reference"); it depends on the arguments alone, not on the mesh.
+    A term is a sample at one of the sigmas at which it is trained. Every subset of n of the m terms
+    is equally probable. The draw is made from the seeds (stream "reference"); it depends on the
+    arguments alone, not on the mesh.
 
     Args:
         seeds: The seed of the sample of each term, the two words of a key.
@@ -559,14 +565,15 @@ def _target(
     """Makes the training targets of a micro-batch from samples that are noised anew, or from their
     recorded steps or states.
 
-    The noise of a term is drawn from the stream "training" of its sample's seed. It depends on the
-    seed and the slot alone.
+    A term is a sample at one of the steps at which it is trained. The noise of a term is drawn from
+    the stream "training" of its sample's seed. It depends on the seed and the slot alone.
 
     Args:
-        problem: The samples, their schedule, and the steps at which each sample is trained. If the
-            batch has recorded states, the targets are recorded steps, or with `batch.targets` the
-            first state; otherwise the clean latents are noised.
-        row: The index of the sample of each term.
+        problem: The samples (`batch`), their schedule, and the steps at which each sample is
+            trained (`chosen`). If `batch.states` is None, the clean latents are noised anew.
+            Otherwise the targets are recorded steps, or with `batch.targets` the first recorded
+            state.
+        row: The index of the sample of each term in `problem.batch`.
         slot: The column of `problem.chosen` that has the step of each term.
         clean: A function of latents with one row per term. It replaces the rows of padding and of
             samples of weight 0, which may be NaN, by zeros.

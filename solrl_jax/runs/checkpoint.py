@@ -114,8 +114,9 @@ def iterate_intact(root: RunPath) -> Iterator[RunPath]:
     """Yields the checkpoints in `root` that pass a quick check, newest first.
 
     The check (`verify` with `contents=False`) compares the names and sizes of all files and, unless
-    in an object store, the contents of those of at most 1 MiB. Each checkpoint, also a
-    `NNNNNN.replaced`, is checked when the iterator reaches it; one that fails is left out.
+    in an object store, the contents of those of at most 1 MiB. Each checkpoint is checked when the
+    iterator reaches it; one that fails is left out. `NNNNNN.replaced`, which a newer save of that
+    iteration has replaced, counts as a checkpoint, too.
 
     Args:
         root: The directory of checkpoints. If it does not exist, nothing is yielded.
@@ -161,12 +162,13 @@ def rank_by_reward(root: RunPath) -> list[RunPath]:
 def verify(path: RunPath, *, contents: bool = True) -> None:
     """Checks that a checkpoint holds exactly the files that were saved.
 
+    In an object store (gs://, s3://), only the names and sizes of the files are compared, even if
+    `contents` is True; `restore` compares the contents of its copy.
+
     Args:
         path: The directory of the checkpoint.
         contents: True: every byte is compared. False: the names and sizes of all files, but only
             the contents of those of at most 1 MiB (`files.SMALL`), so that no large array is read.
-            In an object store (gs://, s3://) no contents are compared; `restore` compares those of
-            its copy.
 
     Raises:
         CheckpointError: If files are missing, unknown, altered or cannot be read, if `meta.json` is
@@ -246,9 +248,10 @@ def restore_latest(
 def newest_usable(root: RunPath, use: Callable[[RunPath], T]) -> tuple[T, list[str]] | None:
     """Calls a function with the checkpoints in `root`, newest first, until it succeeds.
 
-    Every process of a run calls this, and all try the same checkpoints in the same order. A run
-    that saves at the same time may remove the listed checkpoints. If all fail, `root` is therefore
-    listed again, and a changed list is tried from its newest checkpoint on.
+    Every process calls this, and all try the same checkpoints in the same order. If all fail,
+    `root` is listed again, and a changed list is tried from its newest checkpoint on, because a run
+    that trains meanwhile may have removed the listed checkpoints. This ends when the list stays the
+    same.
 
     Args:
         root: The directory of checkpoints. It need not exist.
@@ -308,10 +311,11 @@ def restore(
         matches `ADDED_PARAMETERS`) are 0.
 
     Raises:
-        CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
-            saved the checkpoint, if it cannot be copied from a store, if orbax cannot read it (also
-            because a device has too little memory), or if its arrays have other names, shapes or
-            dtypes than the leaves of `abstract_state`. All processes raise it.
+        CheckpointError: If files are missing, unknown or altered, if the checkpoint has another
+            format number than `FORMAT`, if its directory is named after another iteration, if it
+            cannot be copied from a store, if orbax cannot read it (also because a device has too
+            little memory), or if its arrays have other names, shapes or dtypes than the leaves of
+            `abstract_state`. All processes raise it.
         InputError: If the metadata differs from `expected`: the checkpoint belongs to another run.
         RunError: If another process gives no answer.
     """
@@ -338,7 +342,8 @@ def _local_copy(path: StorePath) -> Iterator[Path]:
 
     Raises:
         CheckpointError: In all processes, if one of them could not copy it, or if the copy of a
-            process other than the first is damaged. The body must verify the first process's copy.
+            process other than the first does not match its manifest. The copy of the first process
+            is not checked; the body must verify it.
     """
 
     def download(copy: Path) -> None:
@@ -374,8 +379,8 @@ def _verify_meta(path: Path, expected: dict[str, Any]) -> dict[str, Any]:
         as "iteration".
 
     Raises:
-        CheckpointError: If files are missing, unknown or altered, if another version of solrl_jax
-            saved the checkpoint, or if the name of its directory is that of another iteration.
+        CheckpointError: If files are missing, unknown or altered, if the checkpoint has another
+            format number than `FORMAT`, or if its directory is named after another iteration.
         InputError: If the metadata lacks a name of `expected` or has another value.
     """
     verify(path)
@@ -402,8 +407,8 @@ def _read_state(path: Path, abstract_state: Any) -> Any:
 
     Returns:
         The state, with the structure and shardings of `abstract_state`. Two kinds of arrays are not
-        read but created here: empty ones, and zeros for parameters that were added later
-        (`ADDED_PARAMETERS`) and that the checkpoint lacks.
+        read but created here: arrays without elements, and zeros for parameters that solrl_jax
+        added later (`ADDED_PARAMETERS`) and that the checkpoint lacks.
 
     Raises:
         CheckpointError: In all processes, if one of them cannot read its shards, or if the saved
@@ -481,7 +486,8 @@ def compare_leaves(path: RunPath, saved: dict[str, Any], abstract_leaves: dict[s
             "dtype" (its name, e.g. "float32").
         abstract_leaves: The leaves that the state needs (`jax.ShapeDtypeStruct` or arrays), by key
             path as `jax.tree_util.keystr` writes it. Only their shape and dtype are compared. The
-            caller leaves out those that match `ADDED_PARAMETERS` and that the checkpoint lacks.
+            caller leaves out parameters that solrl_jax added later (`ADDED_PARAMETERS`) and that
+            the checkpoint lacks.
 
     Raises:
         CheckpointError: If an array is only on one side, or has another shape or dtype. The message
@@ -544,9 +550,10 @@ def orbax() -> tuple[Any, Any]:
 
     The first call also silences orbax, whose failures are raised anyway. From then on, the loggers
     of absl and asyncio drop records that come from orbax's code or report an exception with orbax
-    in its traceback. An exception without a traceback (other than an OSError) is judged by its
-    message alone: its record is dropped if it reports a refusing disk (`files.disk_reason`). Also,
-    `sys.unraisablehook` no longer shows "Event loop is closed".
+    in its traceback. There is one exception to this rule: a record of an exception that has no
+    traceback and is not an OSError is dropped only if the message of the exception reports an error
+    of the disk, such as "No space left on device" (`files.disk_reason`). Also, `sys.unraisablehook`
+    no longer shows "Event loop is closed".
 
     Returns:
         The modules `orbax.checkpoint` and `etils.epath`, in this order.

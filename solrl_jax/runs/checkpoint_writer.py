@@ -56,12 +56,13 @@ def begin(
     existing checkpoints stay as they are.
 
     Args:
-        root: The directory of checkpoints. It is created if necessary.
+        root: The directory of checkpoints on a disk that all processes share (for an object store,
+            see `store_writer.begin`). It is created if necessary.
         iteration: The number of complete iterations, which names the directory.
         state: A pytree of jax arrays. When this returns, they may be overwritten.
         meta: JSON values by name, without NaN and infinity. Those of the first process are saved.
-        keep: The number of newest intact checkpoints that are kept afterwards; below 1, one is
-            kept. None: no checkpoint is removed, and `best` has no effect.
+        keep: The number of newest intact checkpoints that are kept afterwards; 0 and negative
+            numbers count as 1. None: no checkpoint is removed, and `best` has no effect.
         best: The number of checkpoints that are kept as well because they have the highest
             "eval/reward" in the entry "evaluation" of their `meta`. One that is among the newest
             counts for both.
@@ -140,18 +141,19 @@ def meta_json(iteration: int, arrays: Mapping[str, jax.Array], meta: Mapping[str
 def start_writing_or_fail_later(
     folder: Path, arrays: dict[str, jax.Array]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Calls `start_writing`, but puts off its error to the second half of the save.
+    """Calls `start_writing`, but puts off its error until the caller waits for the files.
 
-    By the time the second half reports the error, no process is writing any more, so the first
-    process can clean up.
+    All processes wait before the save reports an error. By then no process is writing any more, so
+    the first process can clean up.
 
     Args:
         folder: The directory that `start_writing` writes to.
-        arrays: The arrays to save, by key path.
+        arrays: The arrays to save, by key path (`named_arrays`).
 
     Returns:
-        The pair of functions of `start_writing` (wait until written, merge). If `start_writing`
-        failed, the first function raises its error and the second does nothing.
+        The pair of functions of `start_writing`: the first waits until this process's files are
+        written, the second merges the files of all processes. If `start_writing` failed, the first
+        function raises its error and the second does nothing.
     """
     try:
         return start_writing(folder, arrays)
@@ -170,9 +172,11 @@ def start_writing(
 
     Args:
         folder: An existing directory. It may be an empty one that all processes share. Otherwise
-            each process has its own, which holds only an empty subdirectory `array_metadatas`, and
-            the caller copies all files to the first process's directory before the merge.
-        arrays: The arrays to save, by key path. Empty ones are not written.
+            each process has its own, which holds only an empty subdirectory `array_metadatas`
+            (orbax creates it in the first process alone), and the caller copies all files to the
+            first process's directory before the merge.
+        arrays: The arrays to save, by key path (`named_arrays`). Arrays without elements are not
+            written.
 
     Returns:
         A pair of functions without arguments or results. The first waits until this process's files

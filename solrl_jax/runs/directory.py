@@ -55,8 +55,8 @@ def read_target(
 
     Returns:
         A tuple: the configuration with the overrides, and the run directory as a path (None for a
-        preset or a model). For a run, the configuration lacks the `reward.options` of rewards that
-        the overrides replaced.
+        preset or a model). If the overrides replace rewards of a run, the `reward.options` of the
+        replaced rewards are dropped, unless the overrides changed them.
 
     Raises:
         InputError: If `target` is none of the three, or is a model while `preset` is None; if an
@@ -115,8 +115,8 @@ def _reward_names(config: Config) -> list[str]:
 def _refuse_other_parameters(target: str, saved: Config, config: Config) -> None:
     """Checks that overrides did not change which parameters a run trains.
 
-    It compares the section `lora` and the settings in `_TRAINED`: `train.parameters` and those of
-    the model's attention.
+    It compares the section `lora` and the settings in `_TRAINED`: `train.parameters`,
+    `model.attention`, `model.mhla_blocks`, `model.mhla_released` and `model.mhla_norm`.
 
     Args:
         target: The run directory, for the message.
@@ -140,14 +140,15 @@ def _refuse_foreign_rewards(
 ) -> None:
     """Checks that a run directory names no reward functions or services from outside the package.
 
-    Rewards that the user's overrides name are accepted, even if the run directory names them too.
+    These are the names that `_foreign_names` returns, such as "module:function", URLs and judges.
+    Those that the user's overrides name are accepted, even if the run directory names them too.
 
     Args:
         target: The run directory, for the message.
-        saved: The configuration that the run was trained with. The overrides are applied to a copy
-            without its rewards, to find which rewards they name.
+        saved: The configuration that the run was trained with. To find which rewards the overrides
+            name, they are applied to a copy of it without rewards.
         config: The configuration `saved` with the overrides applied. All of its rewards are
-            checked, and the values of `reward.options`.
+            checked, and all texts with a colon in `reward.options`.
         overrides: The user's overrides, of the form `key=value`.
 
     Raises:
@@ -180,8 +181,8 @@ def _refuse_foreign_objective(
 
     Args:
         target: The run directory, for the message.
-        saved: The configuration that the run was trained with. The overrides are applied to a copy
-            without its objective, to find which one they name.
+        saved: The configuration that the run was trained with. To find whether the overrides name
+            the objective, they are applied to a copy of it with an objective of the package.
         config: The configuration `saved` with the overrides applied. Its `algorithm.objective` is
             checked.
         overrides: The user's overrides, of the form `key=value`.
@@ -204,13 +205,14 @@ def _refuse_foreign_objective(
 
 
 def _foreign_names(config: Config) -> set[str]:
-    """Returns the rewards of a configuration that run code, or ask a service, outside the package.
+    """Returns the texts in a configuration that may name reward code or services outside the
+    package.
 
     Args:
         config: The configuration.
 
     Returns:
-        The names of those rewards in `reward.weights`, `reward.eval_only` and
+        The names of the rewards in `reward.weights`, `reward.eval_only` and
         `rollout.explore.reward` that are not in `REWARDS`: "module:function", names of entry
         points, URLs, and "judge-NAME". Also every text with a colon among the values of
         `reward.options`, at any depth, because an option may name a function or service too, such
@@ -244,13 +246,14 @@ def is_run(path: str | RunPath) -> bool:
 def read_run(path: str | RunPath) -> Config:
     """Reads the configuration of a run directory.
 
-    A configuration of the previous `version` is translated in memory.
+    A file whose field `version` is the previous version of the configuration is translated in
+    memory.
 
     Args:
         path: The run directory, in which `config.yaml` is read.
 
     Returns:
-        The resolved configuration with which the run was last started, without later overrides.
+        The resolved configuration with which the run was last started.
 
     Raises:
         InputError: If `path` is no run directory, or if its `config.yaml` cannot be read as text.
@@ -277,12 +280,12 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
 
     Args:
         target: The run directory.
-        which: "latest", "best" (the highest "eval/reward"; the newest one if several are equal) or
-            the number of an iteration, as text.
+        which: "latest", "best" (the highest "eval/reward" of those that pass the quick check; the
+            newest one if several are equal) or the number of an iteration, as text.
 
     Returns:
         The directory of the checkpoint. None for "latest": `load_ema` then loads the newest intact
-        one. If `target` is a run, this function has checked that it has one.
+        one. If `target` is a run, at least one of its checkpoints has passed the quick check.
 
     Raises:
         InputError: If `which` is none of the three; if the run has no such checkpoint (for "best",
@@ -339,8 +342,9 @@ def load_policy(
     If there are several processes, each must call it with the same arguments.
 
     Args:
-        run: The run directory, whose EMA is loaded. None: the start of training, which is the LoRA
-            at `lora.path` or, without one, the base model.
+        run: The run directory, whose EMA is loaded (`load_ema`, which also reads its `config.yaml`
+            for the dtype of saved arrays). None: the start of training, which is the LoRA at
+            `lora.path` or, without one, the base model.
         config: The configuration of the run, preset or model, with overrides.
         backbone: The model of that configuration.
         path: The directory of a checkpoint of the run. None: its newest intact one. No effect
@@ -354,8 +358,8 @@ def load_policy(
         Second, the number of iterations that they were trained for; 0 without a run.
 
     Raises:
-        RunError: If the checkpoint is damaged or has other arrays than `config` trains; without
-            `path`, if that is so for all checkpoints.
+        RunError: If the checkpoint at `path` (if that is None: every checkpoint of the run) is
+            damaged or has other arrays than `config` trains.
         InputError: If the run has no checkpoint, its `config.yaml` cannot be read, or `lora.path`
             cannot be used, e.g. because its rank or alpha is not that of `config`.
         ConfigError: If the `config.yaml` of the run is invalid.
@@ -391,8 +395,8 @@ def load_ema(
         Second, the iteration of the checkpoint.
 
     Raises:
-        RunError: If the checkpoint is damaged or has other arrays than `config` trains; without
-            `path`, if that is so for all checkpoints.
+        RunError: If the checkpoint at `path` (if that is None: every checkpoint of the run) is
+            damaged or has other arrays than `config` trains.
         InputError: If the run has no checkpoint, or its `config.yaml` cannot be read.
         ConfigError: If its `config.yaml` is invalid.
         ValueError: If a pattern in `train.parameters` or `lora.target_modules` matches no parameter

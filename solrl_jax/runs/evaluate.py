@@ -78,7 +78,7 @@ def evaluate(
         adapters: The trainable parameters of the policy by path, e.g. `state.ema`. {} gives the
             base model.
         progress: Called with the number of images of each batch when it has been queued on the
-            devices. The numbers add up to all.
+            devices. The numbers add up to all. The default does nothing.
 
     Returns:
         Means, standard errors and the score of each image, by the name of the score, with the
@@ -193,7 +193,8 @@ class ImageGrid:
         Args:
             prompts: The p prompts, one per row of the grid.
             samples: p * m samples with their images, the m samples of the first prompt first. Of
-                their scores, the first whose name ends in "/strict" decides `accepted`.
+                their scores, the first whose name ends in "/strict" decides `accepted`; without
+                such a score, `accepted` is None.
 
         Returns:
             The grid. Its images [p, m, ..., height, width, 3] are a view of those of the samples.
@@ -222,13 +223,15 @@ def sample_grid(experiment: Experiment, adapters: Trainable) -> ImageGrid:
     """Generates images of the first test prompts with a policy, up to four per prompt.
 
     They have the size, the number of steps and the seeds of the evaluation, so they equal the
-    images that `evaluate` scores for the same prompt and index. They are scored, too, but no judge
-    is asked (`_generate`). Their prompts are encoded as by `evaluate`. Every process of a run must
-    call it.
+    images that `evaluate` scores for the same prompt and index. They are scored, too, except by
+    rewards outside JAX without a score ".../strict", such as judges, and by rewards inside JAX that
+    compare candidates. Their prompts are encoded as by `evaluate`. Every process of a run must call
+    it.
 
     Args:
         experiment: The experiment. `eval.num_grid_images` is the largest number of images, at least
-            1: 10 gives two prompts with four images each, 3 gives one prompt with three.
+            1. All prompts have equally many: 10 gives two prompts with four images each, 3 gives
+            one prompt with three.
         adapters: The trainable parameters of the policy by path, e.g. `state.ema`.
 
     Returns:
@@ -260,9 +263,9 @@ def base_parameters_like(experiment: Experiment, trained: Trainable) -> Trainabl
             array for a parameter that is trained in full. Only their structure and shapes matter.
 
     Returns:
-        Parameters by the same paths that make a policy equal to the base: zeros for the factors of
-        adapters, and the base model's own array, in its dtype, for a parameter that is trained in
-        full.
+        Parameters by the same paths that make a policy equal to the base: zeros in the dtypes of
+        `trained` for the factors of adapters, and the base model's own array, in its dtype, for a
+        parameter that is trained in full.
     """
     base = flatten(experiment.backbone.transformer)
     return {
@@ -277,11 +280,11 @@ class LargestDifferences:
 
     Attributes:
         prompts: The positions of the prompts among the test prompts, from 0, int [p], the prompt
-            with the largest difference first.
+            with the image of the largest absolute difference first.
         images: The positions of the images within their prompt, from 0, int [p, m], the largest
-            difference first.
-        gains: The reward of each image by the first policy minus that by the second, float [p, m].
-            Not finite where a reward is not.
+            absolute difference first, and images without two finite rewards last.
+        gains: The "reward" of each image by the first policy minus that by the second, float
+            [p, m]. Not finite where a reward is not.
     """
 
     prompts: Int[np.ndarray, " p"]
@@ -318,8 +321,9 @@ class LargestDifferences:
         """Generates the images at the positions in `prompts` and `images` with one of the policies.
 
         They start from the seeds of the evaluation, so they equal the images that were scored if
-        the policy is the same, and they are scored again, but no judge is asked (`_generate`).
-        Their prompts are encoded as by `evaluate`. Every process of a run must call it.
+        the policy is the same. They are scored again, except by rewards outside JAX without a score
+        ".../strict", such as judges, and by rewards inside JAX that compare candidates. Their
+        prompts are encoded as by `evaluate`. Every process of a run must call it.
 
         Args:
             experiment: The experiment of the evaluation.
@@ -344,7 +348,10 @@ class LargestDifferences:
 
 @dataclasses.dataclass(frozen=True)
 class PoolImages:
-    """Images of kept candidates of an iteration: m of each of p prompts, the best and the worst.
+    """Images of some kept candidates of an iteration: m for each of p prompts.
+
+    They are the m - m // 2 kept candidates of a prompt with the best ranks, and the m // 2 with the
+    worst ranks.
 
     Attributes:
         prompts: The p prompts, one per row of each grid.
@@ -368,15 +375,18 @@ def pool_images(
 ) -> PoolImages:
     """Generates some kept candidates of a training iteration again: the best and the worst ones.
 
-    A candidate is determined by its seed, so the images equal those of the iteration. They are
-    scored again, too, but no judge is asked. The prompts of the iteration are drawn again from the
-    run's seed, and encoded as by `evaluate`. Every process of a run must call it.
+    They are generated as the iteration explored them and, if the run regenerates kept candidates
+    (`rollout.regenerate`), also as it regenerated them. A candidate is determined by its seed, so
+    the images equal those of the iteration. They are scored again, too, except by rewards
+    outside JAX without a score ".../strict", such as judges, and by rewards inside JAX that compare
+    candidates. The prompts of the iteration are drawn again from the run's seed, and encoded as by
+    `evaluate`. Every process of a run must call it.
 
     Args:
         experiment: The experiment. `eval.num_grid_images` is the largest number of candidates in
             all, at least 1. Up to four per prompt (at most `rollout.kept`) are generated, for as
-            many of the first prompts as this number allows. Of each prompt's candidates, half,
-            rounded down, are the worst.
+            many of the first prompts as this number allows. Half of the candidates of a prompt,
+            rounded down, are its worst kept ones, and the others its best.
         old: The trainable parameters by path that the iteration generated with (`TrainState.old`
             before its update).
         exploration: The precision and number of steps that the iteration explored with.
@@ -495,8 +505,10 @@ def _generate_grid(
     prompts: Sequence[Prompt],
     seeds: UInt32[np.ndarray, "p m 2"],
 ) -> ImageGrid:
-    """Generates a grid of evaluation images, scored without judges. Every process of a run must
-    call it.
+    """Generates a grid of evaluation images. Every process of a run must call it.
+
+    The images are scored, except by rewards outside JAX without a score ".../strict", such as
+    judges, and by rewards inside JAX that compare candidates.
 
     Args:
         experiment: The experiment. Its evaluation size, `eval.num_steps` and `evaluation_reward`
@@ -541,10 +553,11 @@ def _generate(
         progress: Called with the number of images of each batch when it has been queued on the
             devices.
         for_display: True: the images are returned. Rewards outside JAX are then called only if they
-            have a score ".../strict", so that no judge is asked and paid. The scores of the others,
-            and of rewards inside JAX that compare candidates, are missing. "reward" is the weighted
-            sum of the scores of all other rewards inside JAX, and is missing if none of these has a
-            weight. False: all rewards are called, and `Samples.images` is None.
+            have a score ".../strict", so that no judge is asked and paid. The scores of all other
+            rewards outside JAX, and of rewards inside JAX that compare candidates, are missing.
+            "reward" is the weighted sum over the remaining rewards inside JAX alone, and is missing
+            if none of these has a weight. False: all rewards are called, and `Samples.images` is
+            None.
 
     Returns:
         The p * m samples with their scores by name, prompt by prompt.

@@ -69,6 +69,8 @@ _Scale = Annotated[NonNegative, Field(le=MAX_NUMBER)]
 class Request:
     """The arguments of `api.generate`, each checked by itself. `Request.check` builds one.
 
+    Rules below that depend on the model or on other arguments are checked by `generate_images`.
+
     Attributes:
         model: The run directory, a model directory, "embedded:NAME", or OWNER/NAME of a repository
             of the hub. Not empty.
@@ -205,11 +207,12 @@ def generate_images(
 
     Loads the model on all devices, each of which generates a part of the images; the model is
     released when the function returns. A run generates with the EMA policy of `request.checkpoint`,
-    and reads and extends its prompt cache, if it has one. The newest revision of a hub repository
-    is downloaded, weights included, unless it is in the hub's cache; offline, the newest one in the
-    cache is used. Without `request.latents`, the noise of an image depends on `request.seed`, its
-    prompt and how often this prompt came before, not on the other prompts. If there are several
-    processes, each must call it with an equal request.
+    and reads and extends its prompt cache, if it has one. For a hub repository, every call asks the
+    hub for the newest revision and downloads those of its files, weights included, that the hub's
+    cache lacks; offline, the newest revision in the cache is used. Without `request.latents`, the
+    noise of an image depends on `request.seed`, its prompt and how often this prompt came before,
+    not on the other prompts. If there are several processes, each must call it with an equal
+    request.
 
     Args:
         request: The checked arguments of `api.generate`.
@@ -361,7 +364,7 @@ def _image_size(
     """Determines the height and width of the images in pixels, and the number of frames of clips.
 
     Args:
-        request: The arguments of the user, of which `size` is used. It may be None.
+        request: The arguments of the user, of which only `size` is read; `size` may be None.
         config: The configuration of the run. None: `pipeline` is a model directory.
         pipeline: The model, which has a default size and says which sizes it supports.
         latents: The initial noise that the user gave, or None. A latent pixel stands for
@@ -543,7 +546,8 @@ def _load_backbone(
 
     Args:
         request: The arguments of the user, of which `instruction` and `vae_tile_size` are used. If
-            one is None, that of the run is used, or none.
+            one is None, the run's setting is used; for a model directory, there is then no
+            instruction, and images are decoded whole.
         config: The configuration of the run, whose prompt cache and precision of the decoder are
             used. None: a model directory, which has no prompt cache and whose autoencoder computes
             in its required dtype (`Pipeline.vae_dtype`) or, if that is None, in `precision`.

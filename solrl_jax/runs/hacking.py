@@ -13,16 +13,17 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
 
     There are two kinds of warning, and a score gets at most one of them:
 
-    * it fell from the first evaluation that has both scores to `now`, while the trained reward
-      ("eval/reward") rose;
+    * it fell from the first evaluation with a finite value of the score ("eval/NAME") and of the
+        trained reward ("eval/reward") to `now`, while the trained reward rose;
     * it rose from that first evaluation to the one before `now` where it was highest, and from then
-      to `now` it did not increase at all, while the trained reward rose.
+        to `now` it did not increase at all, while the trained reward rose.
 
     A score "rose" or "fell" if the change is larger than its standard error, which combines those
-    of the two evaluations. The second kind was tried on the evaluations of the 16 runs of
-    `benchmarks/study-learning.json`, with the same standard errors for all: 0.0055 for the reward
-    and 0.0185 for `shapes`. It appears in 4 of the 8 runs whose objective follows the gradient of
-    the reward (opsd, draft), and in none of the others (nft, awm).
+    of the two evaluations ("eval/NAME/standard_error"). The second kind was tried on the
+    evaluations of the 16 runs of `benchmarks/study-learning.json`, with the same standard errors
+    for all: 0.0055 for the reward and 0.0185 for `shapes`. It appears in 4 of the 8 runs whose
+    objective follows the gradient of the reward (opsd, draft), and in none of the others (nft,
+    awm).
 
     Args:
         rows: The earlier rows of the run's `metrics.jsonl`, in order, from `metrics.read`. Rows
@@ -67,7 +68,7 @@ def hacking_alarms(rows: Sequence[Row], now: Row, watched: Sequence[str]) -> lis
 
 
 def _value(row: Row, key: str) -> float:
-    """Returns the value of a row under `key`, or NaN if that is missing or None."""
+    """Returns the value that a row of metrics has under `key`; NaN if it is missing or None."""
     value = row.get(key)
     return math.nan if value is None else float(value)
 

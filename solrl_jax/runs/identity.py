@@ -58,10 +58,10 @@ def refuse_another_run(folder: RunPath, config: Config) -> None:
     Raises:
         InputError: If the directory has files of a run (`RECORDS`, such as `metrics.jsonl`) but no
             `config.yaml`; if it holds a run with another `fingerprint`; if it holds this run but
-            its checkpoints are gone; if its `config.yaml` cannot be read; or if its `metrics.jsonl`
-            is too large to be read. For another fingerprint, the message lists the settings that
-            differ, or the two exploration formats if only those differ
-            (`rollout.explore.precision=auto` depends on the devices).
+            its checkpoints are gone (a run that stopped before its first save may start over); if
+            its `config.yaml` cannot be read; or if its `metrics.jsonl` is too large to be read. For
+            another fingerprint, the message lists the settings that differ, or the two exploration
+            formats if only those differ (`rollout.explore.precision=auto` depends on the devices).
         ConfigError: If the directory's `config.yaml` is not a configuration.
         RunError: If the directory of checkpoints cannot be read.
     """
@@ -110,9 +110,9 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
     """Checks that a run whose checkpoints are gone is not started over, erasing its files.
 
     Checkpoints are gone if there are metrics or a ledger of iterations from 1 on but no checkpoint.
-    A run that stopped before its first save has no checkpoint either, and may start over. Every run
-    whose directory `checkpoints` exists and whose `run.json` does not say that it finished is taken
-    for such a run.
+    A run that stopped before its first save has no checkpoint either, and may start over. If the
+    directory `checkpoints` exists and `run.json` does not say that the run finished, the run is
+    taken for one that stopped before its first save, even if its checkpoints were removed.
 
     Args:
         folder: The run directory. Its `run.json`, `ledger/`, `metrics.jsonl` and `checkpoints/` are
@@ -187,7 +187,8 @@ def _recorded_format(folder: RunPath) -> str | None:
 
 
 def _read_facts(folder: RunPath) -> dict[str, Any]:
-    """Returns the content of a run's `run.json`, or an empty dict if it is no readable JSON dict.
+    """Returns the content of a run's `run.json`; {} if the file is missing, cannot be read or is
+    not a JSON dict.
 
     Args:
         folder: The run directory, in which `run.json` is read.
@@ -228,7 +229,7 @@ def _fingerprinted_settings(config: Config) -> dict[str, Any]:
     Settings that the trained parameters do not depend on are left out:
 
     * those in `FREE`, such as the sections `run`, `eval` and `mesh`, the test prompts and the
-      number of iterations;
+        number of iterations;
     * the paths and options of rewards that are neither trained on nor rank candidates;
     * options of judges that no score depends on, such as the address.
 

@@ -61,11 +61,12 @@ def save_png(path: str | RunPath, image: Float[Numbers, "h w 3"]) -> None:
     """Writes an image as PNG, one pixel of the file per pixel of the image.
 
     Args:
-        path: The file. It is replaced if it exists; missing parent directories are created.
-        image: The image, with values in [0, 1]. Other values are clipped, and NaN becomes black.
+        path: The file; a text is a path of this machine, even if it looks like a URL. It is
+            replaced if it exists; missing parent directories are created.
+        image: The image, with values in [0, 1]. Other values are clipped, and NaN counts as 0.
 
     Raises:
-        RunError: If the disk refuses.
+        RunError: If the disk, or the object store of a `RunPath`, refuses.
     """
     from PIL import Image
 
@@ -78,7 +79,7 @@ def save_clip(path: str | RunPath, clip: Float[Numbers, "t h w 3"], frames_per_s
     Args:
         path: The file. It is replaced if it exists; missing parent directories are created.
         clip: The frames, at least one, with values in [0, 1]. Other values are clipped, and NaN
-            becomes black.
+            counts as 0.
         frames_per_second: The playback rate. The time per frame is rounded to whole milliseconds.
 
     Raises:
@@ -107,13 +108,14 @@ def save_grid(
         path: The PNG file. The moving grid of clips has the same path with the ending ".webp".
             Existing files are replaced; missing parent directories are created.
         images: The n images [n, height, width, 3], at least one, with values in [0, 1], or as many
-            clips [n, frames, height, width, 3]. Other values are clipped, and NaN becomes black.
+            clips [n, frames, height, width, 3]. Other values are clipped, and NaN counts as 0.
         columns: The largest number of images in a row, at least 1.
         captions: One caption per image, shown below it in at most two lines. A longer one is cut.
         facts: For each image a dict of JSON values without NaN, which is stored in the file and
             which `read_grid` returns with the image. It must not have the key "box", under which
-            the position of the image is stored. If there are fewer than n, `read_grid` returns only
-            the first images; dicts beyond n are ignored.
+            the position of the image is stored. If there are fewer than n dicts, `read_grid` and
+            `read_moving_grid` return only the first images or clips (none by default); dicts beyond
+            n are ignored.
         frames_per_second: The playback rate, which clips must have. Images ignore it.
 
     Raises:
@@ -187,7 +189,7 @@ def read_grid(path: RunPath) -> list[tuple["Image", dict[str, Any]]]:
 
     Returns:
         Pairs of an RGB image of Pillow and the dict of facts that `save_grid` was given about it,
-        in the order of the grid; [] if the file has no facts.
+        in the order of the grid. Images without facts are left out; [] if the file has no facts.
 
     Raises:
         InputError: If the file is missing, not a PNG or damaged, or if the stored positions of the
@@ -211,9 +213,9 @@ def read_moving_grid(
         longest_side: The longest side of a frame in pixels. Larger frames are shrunk.
 
     Returns:
-        A pair. First the clips that have facts, in the order of the grid, each a list of RGB images
-        of Pillow. Then the seconds per kept frame, such that a clip lasts as long as in the file.
-        [] and 0 if there is no moving grid.
+        A pair. First the clips for which `save_grid` was given facts, in the order of the grid,
+        each a list of RGB images of Pillow. Then the seconds per kept frame, such that a clip lasts
+        as long as in the file. [] and 0 if there is no moving grid.
 
     Raises:
         InputError: If either file is damaged, or the moving grid is wider than the PNG or has other
@@ -336,8 +338,9 @@ def _check_boxes(sheet: "Image", boxes: Sequence[tuple[int, int, int, int]]) -> 
         boxes: Left, top, right and bottom of every image in pixels.
 
     Raises:
-        ValueError: If a box is empty or not within the grid, if the boxes together are larger than
-            the grid, if there are more than `_MAX_CELLS` (2048), or if the grid is not RGB.
+        ValueError: If a box is empty or not within the grid, if the areas of the boxes add up to
+            more than the grid, if there are more than `_MAX_CELLS` (2048), or if the grid is not
+            RGB.
     """
     inside = all(
         0 <= left < right <= sheet.width and 0 <= top < bottom <= sheet.height
@@ -369,7 +372,7 @@ def save_before_after(
         path: The file. It is replaced if it exists; missing parent directories are created.
         before: The images on the left, [p, m, height, width, 3], m for each of p prompts, with
             values in [0, 1]; or clips, which have an axis of frames before the height. Other values
-            are clipped, and NaN becomes black.
+            are clipped, and NaN counts as 0.
         after: The images on the right, of the same shape, for the same prompts and seeds.
         prompts: One prompt per row, shown above it in one line, which is cut if it is too long.
         right_before: Whether a verifier accepts each image on the left, bool [p, m]. None: no

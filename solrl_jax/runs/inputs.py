@@ -32,11 +32,12 @@ def hash_inputs(
 ) -> dict[str, str]:
     """Hashes the inputs that the trained parameters depend on.
 
-    The source files of functions outside the package are read whole, the weight files in part. To
-    find the source file of `package.module:function`, the package is imported.
+    The source files of plug-ins (functions outside of solrl_jax) are read whole, the weight files
+    in part. To find the source file of `package.module:function`, `package` is imported, but not
+    the module.
 
     Args:
-        config: The configuration, which names rewards and objectives outside of the package.
+        config: The configuration, which names the rewards and the objective.
         pipeline: The model, whose weight files are hashed.
         prompts: The training prompts with their metadata, in order.
         instruction: The text before each prompt (not the file that holds it), or None for none.
@@ -48,8 +49,7 @@ def hash_inputs(
           * "weights/COMPONENT": for every component of the model (`_weight_folders`) whose
             directory exists;
           * "code/MODULE:FUNCTION": the source file of the objective and of every reward that
-            training depends on, if they are outside of the package (`_plugins`) and the file
-            exists;
+            training depends on, if they are plug-ins (`_plugins`) and the file exists;
           * "question/NAME": the question of every judge that training depends on, by its name as a
             reward, e.g. "judge".
         Training depends on the rewards that are trained on or rank candidates.
@@ -59,7 +59,7 @@ def hash_inputs(
             which has a standard name, or not all shards of its index.
         InputError: If the options of a judge are not accepted, or its question cannot be read.
         ValueError: If the index of a component's weight files is damaged.
-        ModuleNotFoundError: If the package of a function outside of solrl_jax does not exist.
+        ModuleNotFoundError: If the package of a plug-in does not exist.
         OSError: If a file cannot be read.
     """
     texts = [(str(prompt), dict(prompt.metadata)) for prompt in prompts]
@@ -201,8 +201,10 @@ def _plugins(config: Config) -> list[str]:
 
 
 def _reward_functions(scores: Iterable[str]) -> list[str]:
-    """Returns the names of the rewards that give scores, sorted, each once. The names of rewards
-    that installed packages provide (entry points) are then replaced by "module:function".
+    """Returns the names of the rewards that give scores, in sorted order, each once.
+
+    Afterwards, the name of a reward that an installed package provides (an entry point) is replaced
+    by its "module:function", in the same place.
 
     Args:
         scores: Names of scores, as in `reward.weights`, e.g. "shapes/strict".

@@ -119,14 +119,15 @@ def read(root: RunPath, iteration: int) -> pa.Table:
           * "precision" and "steps": the number format and the solver steps of exploration;
           * "proxy_reward": the float32 reward of the explored image, NaN also if it was infinite;
           * "rank": the place among the candidates of the prompt by proxy reward (with
-            `reward.combine=advantages` by its combined scores), 0 is the best;
+            `reward.combine=advantages` by the weighted sum of the candidate's standardized scores),
+            0 is the best;
           * "kept": whether it was selected for training;
           * "regenerated_reward": the float32 reward of the regenerated image, null if there is
             none;
           * "advantage": the float32 advantage that is trained on (the standardized reward of the
             kept sample, `rl.advantages`), 0 if that reward is not finite, null if not kept;
-          * "policy_revision": the iteration at whose start the policy that explored it was prepared
-            (quantized, if the format quantizes). It equals "iteration".
+          * "policy_revision": the same number as "iteration", because every iteration prepares the
+            policy that explores (quantizes it, if the format quantizes) at its start.
 
     Raises:
         InputError: If the file does not exist, cannot be read or is no Parquet file, if its columns

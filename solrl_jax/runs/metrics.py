@@ -101,7 +101,8 @@ def _read(path: RunPath) -> tuple[list[dict[str, Any]], bool]:
         unreadable.
 
     Raises:
-        InputError: If the file is larger than `MAX_BYTES` or has more than `MAX_ROWS` lines.
+        InputError: If the file is larger than `MAX_BYTES` (256 MiB) or has more than `MAX_ROWS`
+            (2**18) lines.
     """
     too_large = InputError(
         f"{path}: has more than {MAX_BYTES >> 20} MiB or {MAX_ROWS} rows, the most that are read; "
@@ -158,8 +159,9 @@ class Metrics:
     """Writes the metrics of one run to `metrics.jsonl` and, if configured, to TensorBoard and W&B.
 
     It is a context manager, which only one process of a run enters. Entering it opens the outputs
-    and reads the rows of an earlier start. Rows after the iteration from which the run resumes are
-    dropped, also from the file. TensorBoard hides them, and W&B keeps them.
+    and reads the rows of an earlier start; leaving it closes the outputs. Rows after the iteration
+    from which the run resumes are dropped, also from the file. TensorBoard hides them, and W&B
+    keeps them.
 
     Attributes:
         rows: All rows up to now, in order: dicts of "iteration" and the values by name, None where
@@ -177,8 +179,8 @@ class Metrics:
             run_dir: The run directory.
             tensorboard: Whether the values are also written for TensorBoard.
             wandb: Whether they are also sent to Weights & Biases.
-            resume_after: The last iteration whose rows are kept when the record is opened. -1: no
-                rows are kept.
+            resume_after: The last iteration whose rows are kept when the record is opened. 0 keeps
+                only the rows from before training. -1: no rows are kept.
         """
         self._run_dir = run_path(run_dir)
         self._path = self._run_dir / _JSONL
@@ -194,10 +196,10 @@ class Metrics:
         """Opens the record and all other outputs.
 
         The file is written anew without the rows after the iteration `resume_after`. A damaged file
-        is moved aside first, and its readable rows are kept.
+        is moved aside first, to the path `set_aside`, and its readable rows are kept.
 
         Returns:
-            The record itself, whose `rows` and `set_aside` are now set.
+            The record itself. Its `rows` are the kept rows.
 
         Raises:
             InputError: If `metrics.jsonl` is too large to be read, or if Weights & Biases is
@@ -253,7 +255,8 @@ class Metrics:
             RunError: If the disk or the store refuses, or if another start has taken over a run
                 directory in a store. `rows` then lacks the row, and so does `metrics.jsonl` if it
                 was the file that could not be written.
-            Exception: Any error of Weights & Biases, unchanged. `rows` then lacks the row.
+            Exception: Any error of Weights & Biases, unchanged. `rows` then lacks the row, but
+                `metrics.jsonl` has it.
         """
         numbers = {name: _in_float32_range(float(value)) for name, value in values.items()}
         for log in self._logs:
@@ -272,7 +275,7 @@ def _open_jsonl(path: Path, rows: Sequence[Mapping[str, Any]]) -> Iterator[Log]:
     """Opens `metrics.jsonl` for appending, as a context manager.
 
     Args:
-        path: The file. An existing one is replaced.
+        path: The file. An existing one is replaced when the context is entered.
         rows: The rows that the new file begins with, dicts of "iteration" and values by name.
 
     Yields:
@@ -361,7 +364,7 @@ def _stored_record(path: StorePath, rows: Sequence[Mapping[str, Any]]) -> Iterat
 
     Args:
         path: The file, in a run directory that this process has taken over
-            (`files.exclusive_lock`). An existing one is replaced.
+            (`files.exclusive_lock`). An existing one is replaced when the context is entered.
         rows: The rows that the new file begins with, dicts of "iteration" and values by name.
 
     Yields:
@@ -392,7 +395,7 @@ def _stored_tensorboard(folder: StorePath, purge_step: int) -> Iterator[Log]:
     The file is written to a temporary directory, and uploaded anew after every row.
 
     Args:
-        folder: The directory of the event files in the store, one of each start of the run.
+        folder: The directory in the store that has one event file per start of the run.
         purge_step: The first iteration that this start of the run writes. From this iteration on,
             TensorBoard hides the events of older files.
 

@@ -118,18 +118,19 @@ def model_card(
             left out.
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
-        export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA, and
-            "trained_in_full" (a number of arrays) if any parameter is trained in full. The card
-            then describes a whole transformer, even if other parameters have adapters.
+        export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA (also
+            without one), and "trained_in_full" (a number of arrays) if any parameter is trained in
+            full. The card then describes a whole transformer, even if other parameters have
+            adapters.
         pipeline: The class of the base model's pipeline.
-        has_image: Whether the folder has the image `images/before-after.png`, which the card then
-            shows.
+        has_image: Whether the folder that the card is written to has `images/before-after.png`,
+            which the card then shows.
 
     Returns:
         Markdown with metadata in YAML at the top: a description of the weights, the license of the
         base, an example in Python, held-out scores, settings, and the command that trained the run
-        (unless `training_command` returns None). Absolute paths in settings are cut to their last
-        part.
+        (unless `training_command` returns None, as for a preset that no longer exists). Absolute
+        paths in settings are cut to their last part.
 
     Raises:
         InputError: If `metrics.jsonl` is too large to be read.
@@ -297,7 +298,7 @@ def _front_matter(config: Config, whole: bool) -> str:
 
 def _names_repository(base: str) -> bool:
     """Whether `model.path` has the form OWNER/NAME of a repository of the hub, and is not the path
-    of a directory. The hub is not asked.
+    of an existing directory. The hub is not asked.
 
     Args:
         base: `model.path`: a repository of the hub, a directory, or "embedded:NAME".
@@ -347,8 +348,8 @@ def _usage(config: Config, name: str, pipeline: type[Pipeline], whole: bool) -> 
             the guidance of its rollout.
         name: The repository, OWNER/NAME.
         pipeline: The class of the base model's pipeline, which knows the arguments of diffusers.
-        whole: Whether parameters are trained in full. The example then loads a transformer, and
-            otherwise a LoRA.
+        whole: Whether parameters are trained in full. The example then loads a transformer (and no
+            LoRA, even if other parameters have adapters), and otherwise a LoRA.
     """
     base = str(_cut_absolute_paths(config.model.path))
     height, width, *frames = evaluation_size(config)
@@ -392,8 +393,8 @@ def _python(value: Any) -> str:
     """Formats a number, a text or None as Python source.
 
     Args:
-        value: The value. A text must not contain quotes; double ones are put around it. A float has
-            six significant digits, and no decimal point if it is an integer.
+        value: The value. A text must not contain quotes or backslashes; double quotes are put
+            around it. A float has six significant digits, and no decimal point if it is an integer.
     """
     if isinstance(value, str):
         return f'"{value}"'
@@ -408,12 +409,13 @@ def _scores(run: Path, config: Config, iteration: int) -> str:
             evaluation from its `run.json`.
         config: The configuration of the run. The scores in its `reward.eval_only` are marked as not
             trained on, and it says how many images were scored.
-        iteration: The exported iteration. The last evaluation up to it is the one after training.
+        iteration: The exported iteration. Later evaluations are ignored.
 
     Returns:
-        A Markdown table with standard errors and a line about the evaluation. Its columns of scores
-        are named "before training" or by their iteration; there is one such column if there is a
-        single evaluation up to `iteration`. If there is none, a sentence that says so.
+        A Markdown table with standard errors and a line about the evaluation. It has one column for
+        the first evaluation up to `iteration` and one for the last, or a single one if they are the
+        same. The head of a column is "before training" for iteration 0, otherwise "after iteration
+        N". Without an evaluation, the result is a sentence that says so.
 
     Raises:
         InputError: If `metrics.jsonl` is too large to be read.
@@ -534,7 +536,8 @@ def finished_after(run: Path) -> int | None:
         run: The run directory, in which the entry "finished_after_iteration" of `run.json` is read.
 
     Returns:
-        The number of the iteration; None if the run has not finished.
+        The number of the run's last iteration; None if the latest start of the run has not finished
+        it, or if `run.json` is missing or damaged.
     """
     iteration = _run_facts(run).get("finished_after_iteration")
     return iteration if isinstance(iteration, int) else None
@@ -551,18 +554,19 @@ def add_card(
     """Adds the model card to a folder with exported weights, and the run's image if there is one.
 
     The image compares the base model with the policy at the end of the run. It is therefore added
-    only if the run has finished and its last iteration is exported; otherwise an older image in the
-    folder stays, but the card does not show it.
+    only if it exists, the run has finished, and its last iteration is exported. Otherwise an older
+    image in the folder stays, but the card does not show it.
 
     Args:
-        folder: The folder. `README.md` and `images/before-after.png` are written in it; existing
-            ones are replaced.
-        run: The run directory, which has the image (`pictures/before-after.png`), the scores and
-            the devices.
+        folder: The folder, which is created if necessary. `README.md` and
+            `images/before-after.png` are written in it; existing ones are replaced.
+        run: The run directory, which has the image (`pictures/before-after.png`), the scores
+            (`metrics.jsonl`) and the devices (`run.json`).
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
-        export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA, and
-            "trained_in_full" (a number of arrays) if any parameter is trained in full.
+        export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA (also
+            without one), and "trained_in_full" (a number of arrays) if any parameter is trained in
+            full.
         pipeline: The class of the base model's pipeline.
 
     Raises:

@@ -64,8 +64,9 @@ def traced(
         iteration: The number of the iteration that the body runs.
         profile: The numbers of the iterations to trace. If `iteration` is not among them, the body
             runs without a trace.
-        report: Called with one line if the trace cannot be written. After a failure of its last
-            part, JAX's profiler may stay in use, so that later iterations have no trace either.
+        report: Called with one line if the trace cannot be written. If the profiler fails to stop
+            at the end of the body, it may stay in use, so that later iterations have no trace
+            either.
     """
     if iteration not in profile or jax.process_index() > 0:
         yield

@@ -52,8 +52,9 @@ class TerminalProgress:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "TerminalProgress":
-        """Replaces the handlers of SIGINT and SIGTERM, in the main thread alone, and returns
-        itself. Shows nothing yet.
+        """Replaces the handlers of SIGINT and SIGTERM, and returns itself. Shows nothing yet.
+
+        In another thread than the main one, the handlers stay as they are.
         """
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -61,7 +62,8 @@ class TerminalProgress:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Restores the earlier handlers of signals, and ends the bar (`stop`).
+        """Restores the handlers of SIGINT and SIGTERM that `__enter__` replaced, and ends the bar
+        (`stop`).
 
         Args:
             *_: The exception of the body, if it raised one. Not read, and not suppressed.
@@ -187,7 +189,8 @@ class TerminalProgress:
         return between_phases and hosts.any_flags([self._stopping])[0]
 
     def line(self, text: str) -> None:
-        """Prints one line above the bar, in the first process. In other processes it does nothing.
+        """Prints one line on standard error, above the bar if there is one. Only the first process
+        prints; in the others, nothing happens.
 
         Args:
             text: The line. Line feeds in it become spaces, and control characters are escaped.

@@ -30,7 +30,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "tran
 def write_and_print(
     experiment: Experiment, folder: RunPath, done: int, progress: TerminalProgress
 ) -> dict[str, Any]:
-    """Writes `run.json` and prints the model, the devices, the precision and the batch of a run.
+    """Writes `run.json`, and prints three lines about the model, devices and batch of a run.
 
     Every process calls this; the first one writes and prints.
 
@@ -38,12 +38,14 @@ def write_and_print(
         experiment: The loaded experiment.
         folder: The run directory, in which `run.json` is written.
         done: The number of iterations that are complete at this start.
-        progress: The output in the terminal, which prints three lines: preset, model and rewards;
-            devices and exploration; batch.
+        progress: The output in the terminal, which prints the lines: preset, model and rewards;
+            devices, mesh and the precision and options of exploration; batch.
 
     Returns:
-        The content of `run.json`, JSON values by name, e.g. "devices", "mesh", "exploration",
-        "evaluation", "parameters" and "started_after_iteration" (`_facts` has all).
+        The content of `run.json`, JSON values by name: "solrl_jax", "python", "packages",
+        "devices", "hosts", "mesh", "exploration", "evaluation", "gradient_checkpointing",
+        "parameters", "adapted", "trained_in_full", "quantized", "linears" and
+        "started_after_iteration" (described in `_facts`).
 
     Raises:
         RunError: If the disk refuses.
@@ -89,7 +91,7 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
           * "solrl_jax", "python" and "packages": versions, the last a dict by name (`PACKAGES`);
           * "devices" (e.g. "8 x NVIDIA H100"), "hosts" (their number), "mesh" (sizes by axis);
           * "exploration": a dict with "precision" (as configured), "format" (the format that this
-            resolves to on these devices), "native" (whether the devices have units for it),
+            resolves to on these devices), "native" (whether the devices have matmul units for it),
             "options" (class names of the active exploration options, e.g. "Preview") and "means"
             (`Format.describe`, e.g. "fp8 (DESCRIPTION; native)");
           * "evaluation": one line with prompts, images, solver, guidance, precision and seed;
@@ -98,9 +100,10 @@ def _facts(experiment: Experiment, done: int) -> dict[str, Any]:
           * "parameters": their number by component, e.g. "transformer" or "vae";
           * "adapted", "trained_in_full" and "quantized" (by exploration): lists of parameter paths,
             e.g. "blocks/attn/to_q/kernel";
-          * "linears": a dict of the numbers of all linear layers ("linears") and of the quantized
-            ones ("quantized"), and of their bytes before and after quantization ("bytes_before" and
-            others, `quantized_layers.totals`);
+          * "linears": a dict of sums over all linear layers (`quantized_layers.totals`): the number
+            of layers (again "linears"), the number of quantized ones ("quantized"), the bytes of
+            all before and after quantization ("bytes_before", "bytes_after"), and those of the
+            quantized ones ("quantized_bytes_before", "quantized_bytes_after");
           * "started_after_iteration": `done`.
     """
     config = experiment.config
@@ -152,14 +155,17 @@ def draw_pools(
 
     The grid has one row per prompt and phase ("explored" and, if the kept candidates are
     regenerated, "regenerated"). The caption of an image is its phase and reward; the file also
-    stores its "prompt", "candidate", "phase" and "right" (`ImageGrid.marks`). The images are
-    generated again from the seeds of the candidates. Clips are also written as a moving grid, with
-    the ending ".webp". Every process calls this; the first one writes.
+    stores its "prompt", "candidate", "phase" and "right" (whether the first of its scores named
+    ".../strict" is above 0.5; None if it has none). The images are generated again from the seeds
+    of the candidates, and scored without judges. Clips are also written as a moving grid, with the
+    ending ".webp". Every process calls this; the first one writes.
 
     Args:
         experiment: The experiment of the run. `eval.num_grid_images` is the largest number of
-            candidates of all prompts together, at least 1. There are at most four per prompt; half
-            of them, rounded down, are the worst.
+            candidates of all prompts together, at least 1. There are at most four per prompt, from
+            as many of the first prompts as this number allows; half of the candidates of a prompt,
+            rounded down, are the worst. For a prompt without kept candidates, its best
+            `rollout.kept` by rank count as kept.
         folder: The run directory, in which the image is written to `pictures/`.
         old_policy: The trainable parameters by path that the iteration generated with, from before
             its update.
@@ -171,8 +177,8 @@ def draw_pools(
         iteration: The number of the iteration, from 1.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside JAX that marks the images fails while
-            `reward.on_failure` is "stop".
+        RunError: If the disk refuses, or if a reward outside JAX that has a score ".../strict" (no
+            other is called) fails while `reward.on_failure` is "stop", or 32 times in a row.
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
     """
     exploration = experiment.explorer.settings[exploration_level]

@@ -172,7 +172,8 @@ class HtmlReport:
     """
 
     def __init__(self, folder: RunPath) -> None:
-        """Creates the object and starts its clock. Writes nothing.
+        """Creates the object, and starts the clock by which `refresh` limits its share of the time.
+        Writes nothing.
 
         Args:
             folder: The run directory, in which `report.html` is written.
@@ -216,14 +217,14 @@ def _describe_run(folder: RunPath, name: str, max_rows: int) -> dict[str, Any]:
     Args:
         folder: The run directory, whose configuration, metrics, ledger and images are read.
         name: The name of the run on the page.
-        max_rows: The largest number of candidates that are shown. The newest iteration is shown in
-            any case.
+        max_rows: The largest number of candidates that are shown. The newest iteration is shown
+            whole, even if it has more.
 
     Returns:
         JSON values by name:
           * "name";
-          * "config": settings by dotted name; "preset": those of its preset without overrides (in
-            the preset's own family), or None if that is unknown;
+          * "config": settings by dotted name; "preset": those of its preset without any override,
+            not even of the family (`family=...`), or None if there is no such preset;
           * "facts": entries of `run.json` (`read_facts`);
           * "trained" and "watched": names of the scores that are trained on (`reward.weights`), and
             of those that are only evaluated (`reward.eval_only`);
@@ -272,7 +273,7 @@ def _by_dotted_name(config: Config) -> dict[str, Any]:
     """Flattens a configuration.
 
     Args:
-        config: The configuration. Settings that are dicts are flattened too, unless they are empty.
+        config: The configuration. Settings that are dicts are flattened too; an empty one stays {}.
 
     Returns:
         The values of all settings by dotted name, e.g. "rollout.kept".
@@ -323,14 +324,14 @@ def _read_plan(path: Path) -> dict[str, Any]:
         path: A file with the JSON of `solrl plan PRESET --json`.
 
     Returns:
-        A dict with the plan's entries, unchanged and None if absent: "preset", "device" (its kind),
-        "devices" (per host), "hosts", "exploration" (the format, as a sentence), "rollout" (the
-        seconds of the phases sync, explore and regenerate together), "naive_scaling" (a dict of
-        "seconds" and "rollout" for a run that explores in the training precision) and "fits"
-        (bool). Also "usable" (bytes of memory per device) and "seconds" (of an iteration) as
-        floats, and "phases": for each phase a flat list of its name, its roofline seconds, the
-        seconds if only matmuls, only attention, only memory and only links between devices limited
-        it, and its peak memory in bytes.
+        A dict. These entries of the plan are unchanged, and None if absent: "preset", "device" (its
+        kind), "devices" (per host), "hosts", "exploration" (the format, as a sentence), "rollout"
+        (the seconds of the phases sync, explore and regenerate together), "naive_scaling" (a dict
+        of "seconds" and "rollout" for a run that explores in the training precision) and "fits"
+        (bool). These must be present: "usable" (bytes of memory per device) and "seconds" (of an
+        iteration) as floats, and "phases": for each phase a flat list of its name, its roofline
+        seconds, the seconds if only matmuls, only attention, only memory and only links between
+        devices limited it, and its peak memory in bytes.
 
     Raises:
         InputError: If the file cannot be read or is no plan.
@@ -376,8 +377,8 @@ def _to_float(value: Any) -> float:
         value: An int or a float.
 
     Raises:
-        ValueError: For values of another type, booleans too, for NaN, and for numbers beyond
-            float32.
+        ValueError: For values of another type, booleans too, for NaN and infinity, and for numbers
+            beyond float32.
     """
     if type(value) not in (int, float) or not abs(value) <= MAX_NUMBER:
         raise ValueError(f"{brief_repr(value)} is no number")
@@ -395,7 +396,7 @@ def _read_ledger(root: RunPath, max_rows: int) -> dict[str, Any]:
     Returns:
         A dict. Without a ledger all lists are empty, also that of each column:
           * "iterations": the numbers of all iterations, ascending;
-          * "shown": how many of the newest were read;
+          * "shown": the number of iterations, the newest ones, that were read; 0 without a ledger;
           * "texts": the distinct prompts and precisions;
           * "columns": by the name of each column of the ledger (but "prompt_uid" and
             "policy_revision") a list of values for JSON, oldest iteration first. A prompt or
@@ -469,7 +470,9 @@ def _read_images(folder: RunPath, kind: str) -> list[dict[str, Any]]:
 
     Returns:
         One dict per iteration, ascending: "iteration" (its number) and, from `_read_cells`, "size"
-        and "cells". Grids without facts about their images are left out.
+        (height and width of an image as text) and "cells" (for each image, a dict of its facts and
+        a `data:` URL). Of the grids that were read, those without facts about their images are left
+        out.
 
     Raises:
         InputError: If a file is damaged.
@@ -555,7 +558,8 @@ def _figures(runs: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
         One dict per figure:
           * "section", "metric" and "title", from `_titles`;
           * "svg": the `<svg>` element as text;
-          * "axis": first and last iteration, and their distances from the left edge in CSS pixels;
+          * "axis": a list of four numbers: the first and the last iteration of the horizontal axis,
+            and their distances from the left edge in CSS pixels;
           * "lines": for each run that has the metric a dict of "run" (its index), "x" (iterations),
             "y" (values) and "error" (standard errors, empty if not recorded).
     """
@@ -613,11 +617,11 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Lists the figures of the page: evaluated scores, fixed ones, then what rewards cost.
 
-    The evaluated scores are the metrics of any run that have a standard error. A score is left out
-    if every run that has it trains on this score alone, because "reward" is then the same up to the
+    The evaluated scores are the metrics of any run that have a standard error. If every run that
+    has a score trains on it alone, it is left out: "eval/reward" then has the same curve up to the
     weight. The fixed figures (`_FIGURES`: rewards of explored and kept samples, rank correlations,
     the update, times) are listed even if no run has the metric. The costs are the metrics
-    "reward_cost/REWARD/COUNTER".
+    "reward_cost/REWARD/COUNTER" of training; costs of evaluations have no figure.
 
     Args:
         runs: One dict per run from `_describe_run`: the names in "metrics", "trained" and "watched"
@@ -626,8 +630,9 @@ def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]
     Yields:
         (section, metric, title) of every figure, e.g. ("rewards", "eval/reward", "Held-out reward,
         trained on"). The sections are "rewards", those of `_FIGURES` and "cost". Other scores have
-        the title "NAME, held-out", or "NAME, watched only" if each run that has the score watches
-        it (or its reward) and does not train on it, and costs "REWARD: COUNTER per iteration".
+        the title "NAME, held-out", or "NAME, watched only" if for each run that has the score,
+        "trained" lacks it and "watched" has it or its reward ("geneval" for "geneval/strict").
+        Costs have the title "REWARD: COUNTER per iteration".
     """
     scores = dict.fromkeys(
         key for run in runs for key in run["metrics"] if f"{key}/standard_error" in run["metrics"]

@@ -11,10 +11,11 @@ from solrl_jax.storage.stores import RunPath, StorePath
 class Saver:
     """Saves checkpoints to one directory, one at a time, in a thread beside the training.
 
-    It is created with the directory and the numbers of checkpoints to keep. Every process of a run
-    has one. An error in the thread is raised by the next call of `save` or `wait`. As a context
-    manager, it waits at the end for the save in progress, also if the body raised, and ends the
-    thread. An error of that save replaces one of the body.
+    It is created with the directory and two numbers of checkpoints to keep: of the newest ones, and
+    of those with the highest evaluation reward. Every process of a run has one. An error in the
+    thread is raised by the next call of `save` or `wait`. As a context manager, it waits at the end
+    for the save in progress, also if the body raised, and ends the thread. An error of that save
+    replaces one of the body.
     """
 
     def __init__(self, root: RunPath, *, keep: int, best: int) -> None:
@@ -24,8 +25,8 @@ class Saver:
             root: The directory of checkpoints. It is created by the first save.
             keep: The number of newest intact checkpoints to keep after each save. At least one is
                 kept.
-            best: The number of checkpoints with the highest "eval/reward" to keep beside them. 0:
-                none.
+            best: The number of checkpoints with the highest "eval/reward" to keep as well. One that
+                is among the newest counts for both. 0: none.
         """
         self._root = root
         self._keep = keep

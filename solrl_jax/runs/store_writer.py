@@ -67,8 +67,9 @@ def begin(
 
     Raises:
         RunError: If the store or the disk of the staging directory refuses; both halves raise it.
-            The message names the last checkpoint if the store can still be listed. Also if another
-            start has taken over the run directory, or if another process failed or gives no answer.
+            The message names the last checkpoint if the store can still be listed. Also if a later
+            start of the run has taken over its directory, or if another process failed or gives no
+            answer.
         TypeError: If a leaf of the state is a random key or not a jax array, or if JSON cannot
             represent `meta`.
     """
@@ -166,8 +167,9 @@ def _staging_prefix(root: StorePath) -> str:
 
 
 def _remove_stagings(root: StorePath) -> None:
-    """Removes the staging directories on this machine that killed saves of this process left.
+    """Removes the staging directories on this machine that killed saves left.
 
+    Only those of this run and this process index are removed, also of earlier starts of the run.
     Those of other users stay.
 
     Args:
@@ -185,7 +187,7 @@ def _make_room(root: StorePath, target: StorePath, replaced: StorePath) -> None:
     """Makes a store ready for a new checkpoint. One process of a run calls it.
 
     Removes the leftovers of killed saves and removals: directories that are named like checkpoints
-    but have no manifest, and `NNNNNN.replaced` if `NNNNNN` has one. Also renames an existing
+    but have no manifest, and `NNNNNN.replaced` if `NNNNNN` has a manifest. Also renames an existing
     checkpoint of the same iteration, by copying it to `replaced` and removing the original.
 
     Args:

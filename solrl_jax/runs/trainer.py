@@ -82,10 +82,12 @@ class _Run:
         experiment: The models, rewards, prompts and the configuration (`config`), with which the
             run generates, scores and updates.
         folder: The run directory, `run.dir` as a path.
-        metrics: Writes `metrics.jsonl`. Only the first process opens it; elsewhere it has no rows.
+        metrics: Writes `metrics.jsonl`. Only the first process opens it. In the others, its `rows`
+            are empty.
         saver: Writes the checkpoints.
         progress: The output in the terminal. It also notes interruptions by signals.
-        html_report: The page that is refreshed after every iteration, or None.
+        html_report: The page `report.html`, which the first process refreshes after every
+            iteration. None: no page was requested.
         profile: The numbers of the iterations, from 1, whose traces are written to `profile/`.
             Empty: none.
         input_hashes: The hashes of the run's input files, 16 hexadecimal digits each, by name, e.g.
@@ -134,14 +136,16 @@ class _Run:
         hosts.run_on_first(lambda: self.metrics.log(self.done, row))
 
     def refresh_report(self, *, last: bool = False) -> None:
-        """Rewrites the HTML report in the first process, if there is one and it is not too soon.
+        """Rewrites the HTML report in the first process, unless it is too soon or `html_report` is
+        None. `HtmlReport.refresh` decides when it is too soon: it takes at most about 1 % of the
+        time.
 
         An InputError, a RunError (such as a full disk) or a ConfigError (if `config.yaml` has
         become invalid since the run started) is only printed.
 
         Args:
-            last: Whether the run ends here. The page is then written in any case, and is no longer
-                marked as live.
+            last: Whether the run ends here. The page is then written even if it is too soon, and is
+                no longer marked as live.
         """
         if self.html_report is None or not hosts.is_first():
             return
@@ -173,9 +177,9 @@ def run(
     "finished_after_iteration" of `run.json` are written.
 
     If training is interrupted (Ctrl-C or SIGTERM), the last complete iteration is saved and the
-    function returns. If it fails, that iteration is saved too (unless its parameters are not
-    finite, or after Diverged) and the error is raised again. A stop within an update leaves only
-    the last checkpoint.
+    function returns. If training fails, the last complete iteration is saved too (unless its
+    parameters are not finite, or after Diverged) and the error is raised again. A stop within an
+    update leaves only the last checkpoint.
 
     Args:
         config: The resolved configuration (a preset with its overrides, in which values may be
@@ -196,8 +200,8 @@ def run(
         complete ones), "interrupted" (bool), "saved" (bool, False after an interruption before the
         end of the first iteration or within an update), "trained_in_full" (the number of arrays
         that are trained without an adapter), and "before" and "after": the first and the last
-        recorded evaluation, each a dict of metrics whose names begin with "eval/" ({} if there is
-        none).
+        recorded evaluation, each a dict of metrics whose names begin with "eval/", None where one
+        was not finite ({} if there is no evaluation).
 
     Raises:
         InputError: If the configuration, the run directory or an input file cannot be used, or if
@@ -294,7 +298,8 @@ def run(
 
 
 def _refuse_foreign_report(path: RunPath, force: bool) -> None:
-    """Checks that a report would replace nothing but an earlier report of solrl_jax.
+    """Checks that a report would replace nothing but an earlier report of solrl_jax, which is
+    recognized by the title of the page.
 
     Args:
         path: The file that the report would replace, `report.html` in the run directory. It need
@@ -592,14 +597,14 @@ def exploration_history(
 
     Args:
         rows: The rows of `metrics.jsonl` in order. "fidelity/level" is the index of the setting
-            that an iteration explored with. Rows without a valid index are left out. If an
-            iteration has several rows with one, the last of them counts.
+            that an iteration explored with. Rows without a valid index are left out. If several
+            rows of an iteration have a valid index, the last of them counts.
         num_settings: The number of exploration settings. Valid indices are whole numbers from 0 to
             `num_settings` - 1.
 
     Returns:
-        For each iteration from 1 on that has such a row, ascending, a pair: the index of its
-        setting, and the rank correlation of its explored and regenerated rewards
+        For each iteration from 1 on that has a row with a valid index, ascending, a pair: the index
+        of its setting, and the rank correlation of its explored and regenerated rewards
         ("fidelity/spearman"; NaN if unknown).
     """
     rows_by_iteration = {}
@@ -654,11 +659,14 @@ def _stop_if_diverged(this: _Run, row: Row, failures: int) -> None:
     Every process calls this.
 
     Args:
-        this: The run, after the iteration. All arrays of its `state` are checked (`_is_finite`).
-        row: The metrics of the iteration by name, from which the message names the first phase
-            without finite values ("kept/spread" and "pool/reward" may be NaN, "unusable_prompts"
-            may be the number of all prompts, and "skipped_micro_batches" tells a loss from a
-            gradient of the reward).
+        this: The run, after the iteration. All arrays of its `state` are checked (`_is_finite`). If
+            they are finite, `checked` becomes `done`.
+        row: The metrics of the iteration by name. After too many failures, they decide which
+            problem the message names. If "kept/spread" is not NaN, there was no finite loss
+            ("skipped_micro_batches" above 0) or no finite gradient of the reward (0). If it is NaN,
+            exploration gave no finite reward ("pool/reward" is NaN), no prompt had `rollout.kept`
+            finite rewards ("unusable_prompts" is the number of all prompts), or else the
+            regeneration gave no finite reward.
         failures: The number of iterations in a row, up to this one, from which nothing could be
             learned. Three (`MAX_FAILED_ITERATIONS`) end the run. If this is the last iteration of
             the run, a single one raises Diverged.
@@ -701,6 +709,7 @@ def _is_finite(state: TrainState) -> jax.Array:
 
     Returns:
         A boolean scalar on the devices. False also if a sum of squares overflows the array's dtype.
+        Arrays of integers count as finite.
     """
     return jnp.all(
         jnp.array([jnp.isfinite(jnp.square(leaf).sum()) for leaf in jax.tree.leaves(state)])
@@ -772,7 +781,7 @@ def _evaluate(this: _Run) -> Row:
         KeyboardInterrupt: After a signal.
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.
         RunError: If the disk refuses, or a reward outside JAX fails while `reward.on_failure` is
-            "stop".
+            "stop", or 32 times in a row.
     """
     config = this.config
     progress = this.progress
@@ -805,16 +814,16 @@ def _save_grid(this: _Run) -> None:
     """Writes images of fixed test prompts and seeds to `pictures/iteration-NNNNNN.png`.
 
     They are images of the EMA policy, with one row of up to four per prompt and the prompt as
-    caption. The file stores the facts "prompt" and "right" (`ImageGrid.marks`) of each. Clips are
-    also written as a moving grid, with the ending ".webp". Every process calls this; the first one
-    writes.
+    caption. For each image, the file stores the facts "prompt" and "right" (whether the first of
+    its scores named ".../strict" is above 0.5; None if it has none). Clips are also written as a
+    moving grid, with the ending ".webp". Every process calls this; the first one writes.
 
     Args:
-        this: The run. `eval.num_grid_images` must not be 0.
+        this: The run. `eval.num_grid_images`, the largest number of images, must not be 0.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside JAX that marks the images fails while
-            `reward.on_failure` is "stop".
+        RunError: If the disk refuses, or if a reward outside JAX that has a score ".../strict" (no
+            other is called) fails while `reward.on_failure` is "stop", or 32 times in a row.
     """
     grid = sample_grid(this.experiment, this.state.ema)
     columns = grid.images.shape[1]
@@ -891,9 +900,9 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
 
     Raises:
         RunError: After an interruption, if the state cannot be saved. After a failure, an error of
-            saving is raised if it has the same message as `cause`, and printed otherwise. If
-            nothing is saved after a failure, an error of an earlier save that was still in progress
-            is raised.
+            saving is only printed, unless it repeats the message of `cause` (for example, the disk
+            is still full). In the cases without a save, a failure also raises the error of an
+            earlier save that was still in progress.
     """
     interrupted = isinstance(cause, KeyboardInterrupt)
     what = "interrupted" if interrupted else "failed"
@@ -930,17 +939,18 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
 def _save_before_after(this: _Run) -> None:
     """Writes `pictures/before-after.png`: images of the base model and of the trained one.
 
-    The base has no adapters, not even those of `lora.path`; the trained model is the EMA policy.
-    Clips are shown by their first frames. Every process calls this; the first one writes. Nothing
-    happens if `eval.num_grid_images` is 0.
+    The base has no adapters, not even those of `lora.path`; the trained model is the EMA policy. If
+    there is a score named ".../strict", each image has a tick (score above 0.5) or a cross. Clips
+    are shown by their first frames. Every process calls this; the first one writes. Nothing happens
+    if `eval.num_grid_images` is 0.
 
     Args:
         this: The run, whose experiment has the prompts and seeds and whose `state.ema` is the
             trained model.
 
     Raises:
-        RunError: If the disk refuses, or if a reward outside JAX that marks the images fails while
-            `reward.on_failure` is "stop".
+        RunError: If the disk refuses, or if a reward outside JAX that has a score ".../strict" (no
+            other is called) fails while `reward.on_failure` is "stop", or 32 times in a row.
     """
     if not this.config.eval.num_grid_images:
         return
@@ -969,7 +979,8 @@ def _summary(this: _Run, interrupted: bool, saved: bool) -> dict[str, Any]:
         A dict of JSON values: "run" (the directory as text), "iterations" (the number of complete
         ones), "interrupted" (bool), "saved" (bool), "trained_in_full" (the number of arrays that
         are trained without an adapter), and "before" and "after": the first and the last recorded
-        evaluation, each a dict of values by name, e.g. "eval/reward" ({} if there is none).
+        evaluation, each a dict of values by name, e.g. "eval/reward", None where one was not finite
+        ({} if there is no evaluation).
     """
     recorded = this.metrics.rows
     if not recorded:  # as in all processes but the first

@@ -63,8 +63,8 @@ def disk_reason(error: BaseException) -> str | None:
         error: The error that the operation raised.
 
     Returns:
-        The reason or None. For an OSError of any other kind it is the system's text (`strerror`),
-        or if there is none, the first line of the message.
+        The reason or None. For an OSError of any other kind it is the system's text (`strerror`);
+        without one, the first line of the message; without a message, the name of the error's type.
     """
     if isinstance(error, OSError):
         return _REASONS.get(error.errno or 0) or error.strerror or first_line(error)
@@ -83,12 +83,13 @@ def disk_errors_as_run_errors(path: RunPath, note: Callable[[], str] = str) -> I
     decorator.
 
     Every OSError, also a StoreError, counts as an error of the disk, so the body must not read the
-    user's input. Other errors pass unchanged, unless `disk_reason` recognizes one.
+    user's input. Another error counts only if its message says so, e.g. that the disk is full
+    (`disk_reason`); otherwise it passes unchanged.
 
     Args:
         path: The file or directory that the body writes, for the message alone.
         note: A function without arguments that returns text, which is appended to the message as it
-            is. It is called only if an error occurs. By default there is no such text.
+            is. It is called only if there is an error of the disk. By default nothing is appended.
 
     Raises:
         RunError: "REASON while writing PATH", with the REASON of `disk_reason`.
@@ -129,15 +130,16 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
     """Lets the body write a file that appears under its name only when it is complete. A context
     manager.
 
-    The body writes a temporary file beside it. At its end, that file gets the mode of a new file,
-    is synced to the disk and renamed, and the directory is synced. If the body fails, `path` stays
-    as it was, and the temporary file is removed. Only one writer of a path may run at a time.
+    The body writes a temporary file beside `path`. At the end of the body, that file gets the mode
+    of a new file, is synced to the disk and renamed, and the directory is synced. If the body
+    fails, `path` stays as it was, and the temporary file is removed. Only one writer of a path may
+    run at a time.
 
     Args:
         path: The file to write; a text is a path of this machine, even if it looks like a URL. An
             existing file (or a link, not its target) is replaced, and missing parent directories
             are created. For one in a store, the body writes a temporary file of this machine, which
-            is uploaded at its end.
+            is uploaded when the body ends.
 
     Yields:
         The path of the temporary file, which exists and is empty: `.partial-NAME` beside `path`,
@@ -145,7 +147,8 @@ def atomic(path: str | RunPath) -> Iterator[Path]:
 
     Raises:
         RunError: If the disk or the store refuses an operation. Every OSError of the body counts as
-            that. Other errors of the body pass unchanged, unless `disk_reason` recognizes one.
+            that, and any other error whose message says so, e.g. that the disk is full
+            (`disk_reason`). All others pass unchanged.
     """
     if isinstance(path, StorePath):
         with disk_errors_as_run_errors(path), tempfile.TemporaryDirectory(prefix=STAGING) as folder:
@@ -208,7 +211,8 @@ def atomic_directory(path: RunPath) -> Iterator[Path]:
         path: The directory to write. An existing directory or file is replaced, and missing parent
             directories are created. If it is a link, only the link is replaced. A store has no
             rename. There, the old content is removed first, and then the new files are uploaded one
-            by one, the manifest last. A failed upload leaves the files that it has written.
+            by one, `manifest.json` last if the body wrote one. A failed upload leaves the files
+            that it has written.
 
     Yields:
         The path of the empty temporary directory: `.partial-NAME` beside `path`, or, if `path` is
@@ -290,7 +294,10 @@ def exists(path: RunPath) -> bool:
     """Whether there is a file, a directory or a link of this name, even a link that leads nowhere.
 
     Args:
-        path: The path, here or in a store.
+        path: The path, here or in a store (where a directory exists if there are objects below it).
+
+    Raises:
+        StoreError: If the store refuses or cannot be reached.
     """
     return path.exists() if isinstance(path, StorePath) else os.path.lexists(path)
 
@@ -303,7 +310,7 @@ def writable_directory(path: RunPath, name: str = "the run directory") -> RunPat
     Args:
         path: The directory. Missing parents are created too. In a store no directory is created,
             and only the hidden file is tried; the bucket must exist.
-        name: What the error message calls it, e.g. the argument that it comes from.
+        name: The name of the directory in the error message, e.g. the argument that it comes from.
 
     Returns:
         `path` itself.
@@ -430,8 +437,8 @@ def check_owner(directory: StorePath) -> None:
 
 @functools.cache
 def _process_name() -> str:
-    """Returns the name of this process in the file `.lock` of a store, e.g. "process 7 on HOST
-    (ID)".
+    """Returns the name of this process in the file `.lock` of a store: "process PID on HOST (ID)",
+    where ID is 32 random hexadecimal digits.
 
     No other process has it, on any machine.
     """
@@ -505,15 +512,15 @@ def publish(temporary: Path, target: Path, *, replaced: Path) -> None:
 
     Args:
         temporary: The complete directory.
-        target: Its final path, on the same file system. An older directory there is replaced. If
-            `target` is a link, the link is replaced and not what it leads to, which may be missing.
-            For a moment, neither directory has the name.
-        replaced: A path beside `target`, not in use, to which the older directory is moved before
-            it is removed. It stays there if the directory cannot be renamed to `target`.
+        target: Its final path, on the same file system. An older directory, file or link there is
+            replaced (a link itself, not its target). For a moment, neither the new nor the old one
+            has the name.
+        replaced: A path beside `target`, not in use, to which the older one is moved before it is
+            removed. It stays there if `temporary` cannot be renamed to `target`.
 
     Raises:
         OSError: If a rename or the sync fails.
-        RunError: If the older directory cannot be removed.
+        RunError: If the older one cannot be removed. The new directory is then in place.
     """
     if exists(target):
         os.replace(target, replaced)
@@ -534,8 +541,8 @@ def stored_damage(directory: StorePath) -> str | None:
         directory: The directory.
 
     Returns:
-        The first difference in a few words, or why the manifest cannot be read. None if there is no
-        difference.
+        The first difference in a few words, e.g. "missing file a.json" or "unknown file c.txt" (not
+        in the manifest), or why the manifest cannot be read. None if there is no difference.
     """
     try:
         manifest = parse_json(read_bytes(directory / MANIFEST))
@@ -577,7 +584,7 @@ def move(path: RunPath, target: RunPath) -> None:
 
 
 def upload_directory(source: Path, target: StorePath, *, without: Collection[str] = ()) -> None:
-    """Uploads all files below a directory to a store, the manifest last if there is one.
+    """Uploads all files below a directory to a store, its `manifest.json` last if there is one.
 
     Args:
         source: The directory. Links to files are followed, links to directories are left out.
@@ -622,11 +629,11 @@ def remove_directory(path: RunPath) -> None:
     manifest is removed first, and readers ignore a directory without one.
 
     Args:
-        path: The directory. On a disk it must exist, unless its name is `.removing-NAME` already.
-            In a store it may be missing.
+        path: The directory. On a disk it must exist. In a store, or if its name is `.removing-NAME`
+            already, it may be missing; then nothing happens.
 
     Raises:
-        RunError: If the disk or the store refuses, or a directory on a disk does not exist.
+        RunError: If the disk or the store refuses, or a directory that must exist does not.
     """
     if isinstance(path, StorePath):
         with disk_errors_as_run_errors(path):
@@ -659,7 +666,7 @@ def _file_names(path: Path) -> list[str]:
     """Lists all files below a directory, those in subdirectories and hidden ones included.
 
     Args:
-        path: The directory. It may be missing.
+        path: The directory. If it is missing, the result is [].
 
     Returns:
         The paths relative to the directory, with "/" between folders, sorted. Directories and links

@@ -144,10 +144,11 @@ def check_login(name: str) -> None:
 
 
 def push(folder: Path, name: str, *, private: bool, message: str) -> str:
-    """Uploads all files of a directory to a model repository on the hub, which is created if it
-    does not exist.
+    """Uploads all files of a directory, also those in subdirectories, to a model repository on the
+    hub, which is created if it does not exist.
 
-    Files of the same names are replaced, and others in the repository stay.
+    Files of the same names are replaced, and others in the repository stay. The user's login is
+    used (`check_login`).
 
     Args:
         folder: The directory.
@@ -159,7 +160,7 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
         The web address of the repository.
 
     Raises:
-        RunError: If the hub refuses or cannot be reached.
+        RunError: If the hub refuses, cannot be reached, or may not be asked (HF_HUB_OFFLINE).
     """
     from huggingface_hub import HfApi
 
@@ -210,10 +211,11 @@ def offline_variable() -> str | None:
 
 
 def is_carried(path: Path) -> bool:
-    """Whether a path is, or lies in, the package's directory of configurations of released models,
-    which are there without weights and vocabularies (`CARRIED`).
+    """Whether a path is, or lies in, `CARRIED`: the package's directory with the configurations of
+    released models, without their weights and vocabularies.
 
     Args:
-        path: The path. It need not exist. Links and ".." are not resolved.
+        path: The path, which need not exist. `CARRIED` is absolute, so a relative path gives False.
+            Links and ".." are not resolved.
     """
     return path.is_relative_to(CARRIED)

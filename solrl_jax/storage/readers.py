@@ -141,7 +141,7 @@ def _unique_dict(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 
 def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_finite) -> Any:
-    """Parses a JSON text, with limits on its size and depth.
+    """Parses a JSON text, with limits on the number and the depth of its lists and objects.
 
     Args:
         text: The text. Bytes may be UTF-8, UTF-16 or UTF-32.
@@ -154,8 +154,8 @@ def parse_json(text: str | bytes, *, number: Callable[[str], float] = _parse_fin
 
     Raises:
         ValueError: If the text is not JSON, repeats a key in an object, has a value inside 32
-            (`DEPTH`) or more lists and objects, or has more than 2**21 (`MOST_NESTED`) opening
-            brackets, also inside strings; or if `number` refuses.
+            (`DEPTH`) or more lists and objects, or has more than 2**21 (`MOST_NESTED`) characters
+            "[" and "{" together, also inside strings; or if `number` refuses.
     """
     if isinstance(text, bytes):
         num_nested = text.count(b"[") + text.count(b"{")
@@ -287,8 +287,8 @@ class _PlainLoader(yaml.SafeLoader):
             The node (`yaml.Node`).
 
         Raises:
-            yaml.composer.ComposerError: If the node is an alias, has a tag, or is nested too deeply
-                (`DEPTH`).
+            yaml.composer.ComposerError: If the node is an alias, has a tag, or lies inside 32
+                (`DEPTH`) or more others.
         """
         event = self.peek_event()
         problem = None

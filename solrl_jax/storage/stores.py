@@ -34,7 +34,7 @@ _URL = re.compile(r"(\w+):/+(.*)", re.DOTALL)
 
 class StoreError(OSError, RunError):
     """A store refused a request, or cannot be reached. The message is "URL: REASON", in one line;
-    `strerror` is REASON.
+    `strerror` is REASON, while `errno` and `filename` are None.
 
     It is an OSError, so that a store that refuses is handled like a disk that does. It is a
     RunError, so that a command reports it in one line wherever it is raised.
@@ -77,7 +77,8 @@ class StorePath:
         """Returns the path with a further part.
 
         Args:
-            name: The part, or several with "/" between them. It must not begin with "/".
+            name: The part, or several with "/" between them. It must not begin with "/", which
+                would replace the whole path (not checked).
         """
         return dataclasses.replace(self, key=self.key / name)
 
@@ -93,7 +94,7 @@ class StorePath:
 
     @property
     def parent(self) -> "StorePath":
-        """The path without its last part."""
+        """The path without its last part. That of a bucket is not a valid path."""
         return dataclasses.replace(self, key=self.key.parent)
 
     def with_name(self, name: str) -> "StorePath":
@@ -134,20 +135,31 @@ class StorePath:
         return self._kind() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there are objects below this path, but none of exactly this name."""
+        """Whether there are objects below this path, but none of exactly this name.
+
+        Raises:
+            StoreError: If the store refuses or cannot be reached.
+        """
         return self._kind() == "directory"
 
     def exists(self) -> bool:
-        """Whether there is an object of this name, or one below it."""
+        """Whether there is an object of this name, or one below it.
+
+        Raises:
+            StoreError: If the store refuses or cannot be reached.
+        """
         return self._kind() is not None
 
     def iterdir(self) -> Iterator["StorePath"]:
-        """Yields the paths directly below this one, sorted by name: objects (but not that of
-        `mkdir`), and paths with objects below them.
+        """Yields the paths directly below this one, sorted by name: objects (but not the marker
+        object of `mkdir`), and paths with objects below them.
+
+        Nothing is yielded if there is only an object of exactly this name. Errors are raised when
+        the first path is asked for.
 
         Raises:
-            FileNotFoundError: When the first path is asked for, if there is no object of this name
-                or below it.
+            FileNotFoundError: If there is no object of this name or below it.
+            StoreError: If the store refuses or cannot be reached.
         """
         with self._requests():
             entries = _client(self.scheme).ls(str(self.key), detail=False)
@@ -156,11 +168,15 @@ class StorePath:
             yield self / name
 
     def glob(self, pattern: str) -> Iterator["StorePath"]:
-        """Yields the paths directly below this one whose last part matches a pattern, sorted by
-        name; none if there is no object below this path.
+        """Yields those paths of `iterdir` (objects directly below this path, and paths with objects
+        below them) whose last part matches a pattern, sorted by name. It yields none if there are
+        no objects below this path.
 
         Args:
             pattern: A pattern of `fnmatch` without a slash. It is case-sensitive.
+
+        Raises:
+            StoreError: If the store refuses or cannot be reached.
         """
         with contextlib.suppress(FileNotFoundError):
             for path in self.iterdir():
@@ -176,6 +192,7 @@ class StorePath:
 
         Raises:
             FileNotFoundError: If there is no such bucket.
+            StoreError: If the store refuses or cannot be reached.
         """
         with self._requests():
             entries = _client(self.scheme).find(str(self.key), detail=True)
@@ -195,6 +212,7 @@ class StorePath:
         Raises:
             FileNotFoundError: If there is no such object, even if there are objects below this
                 path.
+            StoreError: If the store refuses or cannot be reached.
         """
         with self._requests():
             info = _client(self.scheme).info(str(self.key))
@@ -207,6 +225,7 @@ class StorePath:
 
         Raises:
             FileNotFoundError: If there is no such object.
+            StoreError: If the store refuses or cannot be reached.
         """
         with self._requests():
             return _client(self.scheme).cat_file(str(self.key))
@@ -219,6 +238,7 @@ class StorePath:
 
         Raises:
             FileNotFoundError: If there is no such object.
+            StoreError: If the store refuses or cannot be reached.
         """
         count = min(count, self.size())
         if count == 0:  # stores refuse a range of an empty object
@@ -235,16 +255,20 @@ class StorePath:
         Raises:
             FileNotFoundError: If there is no such object.
             ValueError: If `mode` is another one.
+            StoreError: If the store refuses or cannot be reached.
         """
         if mode != "rb":
             raise ValueError(f"mode={mode!r}: objects are opened for reading only")
         return io.BytesIO(self.read_bytes())
 
     def write_bytes(self, data: bytes) -> None:
-        """Writes the object at once. An older one is replaced. A missing bucket is a StoreError.
+        """Writes the object at once. An older one is replaced.
 
         Args:
             data: The content.
+
+        Raises:
+            StoreError: If there is no such bucket, or the store refuses or cannot be reached.
         """
         with self._requests():
             try:
@@ -260,6 +284,9 @@ class StorePath:
         Args:
             parents: Ignored. No parent is needed.
             exist_ok: Ignored. An existing directory is not an error.
+
+        Raises:
+            StoreError: If there is no such bucket, or the store refuses or cannot be reached.
         """
         (self / _MARKER).write_bytes(b"")
 
@@ -268,6 +295,9 @@ class StorePath:
 
         Args:
             missing_ok: Ignored. A missing object is not an error.
+
+        Raises:
+            StoreError: If the store refuses or cannot be reached.
         """
         with self._requests(), contextlib.suppress(FileNotFoundError):
             _client(self.scheme).rm_file(str(self.key))
@@ -275,12 +305,15 @@ class StorePath:
     def remove_all(self, first: str) -> None:
         """Removes all objects below this path (those of `file_sizes`; the one of `mkdir` stays).
 
+        They are removed one by one, and an error leaves the rest.
+
         Args:
-            first: The name, relative to this path, of the object that is removed before all others.
-                There need not be one.
+            first: The name, relative to this path, of the object that is removed before all others,
+                e.g. of the manifest without which readers ignore the rest. It may be missing.
 
         Raises:
             FileNotFoundError: If there is no such bucket.
+            StoreError: If the store refuses or cannot be reached.
         """
         # One by one: the client's request for several takes "*", "?" and "[" for patterns.
         for name in sorted(self.file_sizes(), key=lambda name: name != first):
@@ -288,16 +321,17 @@ class StorePath:
 
     def copy_all(self, target: "StorePath", last: str) -> None:
         """Copies all objects below this path (those of `file_sizes`) within the store. Older ones
-        of the same names are replaced.
+        of the same names are replaced. An error leaves the copies that have been made.
 
         Args:
             target: The path below which the copies are made, with the same scheme; the bucket may
                 be another one.
-            last: The name, relative to this path, of the object that is copied after all others.
-                There need not be one.
+            last: The name, relative to this path, of the object that is copied after all others,
+                e.g. of the manifest without which readers ignore the copy. It may be missing.
 
         Raises:
-            FileNotFoundError: If there is no such bucket.
+            FileNotFoundError: If one of the two buckets does not exist.
+            StoreError: If the store refuses or cannot be reached.
         """
         for name in sorted(self.file_sizes(), key=lambda name: name == last):
             with self._requests():
@@ -311,6 +345,7 @@ class StorePath:
 
         Raises:
             FileNotFoundError: If there is no such file or bucket.
+            StoreError: If the file cannot be read, or the store refuses or cannot be reached.
         """
         with self._requests():
             _client(self.scheme).put_file(str(source), str(self.key))
@@ -324,7 +359,8 @@ class StorePath:
 
         Raises:
             FileNotFoundError: If there is no such object.
-            OSError: If a directory cannot be created. A disk that refuses the file is a StoreError.
+            OSError: If a directory cannot be created.
+            StoreError: If the disk refuses the file, or the store refuses or cannot be reached.
         """
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._requests():
@@ -344,9 +380,9 @@ class StorePath:
     def _requests(self) -> Iterator[None]:
         """Turns errors that a client raises in the body into a StoreError. A context manager.
 
-        InputError (by which `_client` says that a package is missing) and StoreError pass
-        unchanged. A FileNotFoundError without an error number, as clients raise it, gets that of
-        the system and the path.
+        InputError (by which `_client` says that a package is missing), StoreError and
+        FileNotFoundError pass. A FileNotFoundError without an error number, as clients raise it, is
+        replaced by one with the number of the system and this path.
 
         Raises:
             StoreError: If the body raised another Exception.

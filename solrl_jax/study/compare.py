@@ -38,9 +38,10 @@ class Course:
         seed: The seed of the run.
         iterations: The iteration after which each evaluation was made, ascending: 0 (before
             training), every `eval.every` iterations, and the last one.
-        cost: The cost of the run up to each evaluation, in seconds of counted work (`study.cost`);
-            0 at the first. NaN at all evaluations after an iteration whose number format has no
-            price.
+        cost: The cost of the run up to each evaluation, in seconds of counted work: the roofline
+            prices of its network evaluations, scored images, training terms and the like
+            (`study.cost`). 0 at the first evaluation, NaN at all after an iteration whose number
+            format has no price.
         scores: The held-out scores at each evaluation, float [e], by name, "reward" first. NaN
             where a score was not finite.
         network_evaluations: The number of network evaluations for exploration and regeneration in
@@ -53,8 +54,8 @@ class Course:
         watched: The names of the scores that `reward.eval_only` lists, as far as `scores` has them.
             They are not trained on.
         trained: The held-out scores that the run trains on, at each evaluation, float [e], by name;
-            NaN where a score is unknown. If there are several, `scores` has them too. A single one
-            is in `scores` only as "reward".
+            NaN where a score is unknown. If there are several, `scores` has them under the same
+            names too; if there is one, `scores` has it under the name "reward" alone.
     """
 
     seed: int
@@ -91,13 +92,13 @@ def read_course(run: Run, prices: Prices) -> Course:
     """Reads the course of a finished run from its metrics (`metrics.jsonl`) and its ledger.
 
     The cost of an iteration is computed from the number format and the number of steps of its
-    exploration, which the ledger records. For this, an objective `module:function` is imported, and
-    errors of the import pass through.
+    exploration, which the ledger records. The cost also depends on the attribute `trains_on` of an
+    objective `module:function`, which is imported; errors of the import pass through.
 
     Args:
         run: The run, trained and evaluated to the end. Its settings are read from the `config.yaml`
-            in its directory, in which the numbers of prompts do not exceed those of its prompt
-            sets.
+            in its directory and not from `run.config`, because a run saves numbers of prompts that
+            it reduced to those of its prompt sets.
         prices: The seconds of each kind of work.
 
     Returns:
@@ -169,7 +170,7 @@ def read_course(run: Run, prices: Prices) -> Course:
 
 
 def _score_names(row: Mapping[str, Any], trained: Collection[str]) -> list[str]:
-    """Returns the names of the scores that an evaluation recorded, "reward" first.
+    """Returns "reward" and the names of the other scores that an evaluation recorded.
 
     Args:
         row: The metrics of the evaluation by name. A score NAME is recorded if there is a key
@@ -178,7 +179,7 @@ def _score_names(row: Mapping[str, Any], trained: Collection[str]) -> list[str]:
             left out, because it equals "reward".
 
     Returns:
-        The names, after "reward" in the order of `row`.
+        The names: "reward" (also if `row` lacks it), then the others in the order of `row`.
     """
     suffix = "/standard_error"
     names = [
@@ -194,8 +195,9 @@ def mean_true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, floa
     """Returns how the better and the worse half of the kept candidates by proxy reward truly rank.
 
     The proxy reward is that of the cheaply explored image, the true reward that of the regenerated
-    one. For K kept candidates per prompt, true rank 1 is the best and K the worst. A perfect proxy
-    gives (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a random one gives (K + 1) / 2 twice.
+    one. If K candidates of each prompt are regenerated, true rank 1 is the best and K the worst. A
+    perfect proxy then gives (K/2 + 1) / 2 and (3 K/2 + 1) / 2; a random one gives (K + 1) / 2
+    twice.
 
     Args:
         table: The ledger of an iteration (a pyarrow table), whose rows are grouped by prompt, with
@@ -206,8 +208,8 @@ def mean_true_ranks(table: Any, candidates: int, kept: int) -> tuple[float, floa
         kept: The number K of kept candidates per prompt. If it is odd, the halves are rounded down.
 
     Returns:
-        The mean true rank of the better half and that of the worse half, each averaged over
-        prompts; NaN if no candidate was regenerated.
+        The mean true rank of the better half and that of the worse half, each averaged over the
+        prompts that have one; NaN without any (no candidate was regenerated, or K is 1).
     """
 
     def column(name: str) -> np.ndarray:
@@ -225,7 +227,8 @@ def compare(
     """Computes the estimates of a study: of each arm, and of the differences of compared arms.
 
     An estimate is a pair of floats: the mean of one value per seed, and its standard error (NaN for
-    one seed). Rewards are held-out rewards; costs are seconds of counted work (`study.cost`).
+    one seed). Rewards are held-out rewards; costs are seconds of counted work: the roofline prices
+    of network evaluations, scored images, training terms and the like (`study.cost`).
 
     Args:
         courses: The finished runs of each arm by its name. Arms without any are left out of the
@@ -241,12 +244,12 @@ def compare(
         * "scores": by name, the estimate of each score at the end;
         * "gain": the estimate of the last reward minus the first;
         * "cost": the mean cost of a run, a float;
-        * "network_evaluations": their number in the first run;
+        * "network_evaluations": the number of them in the first run;
         * "at_equal_cost": a dict: "cost", that of the cheapest run of all arms, and "reward", the
           estimate of the reward at that cost;
-        * "fidelity": by the name of a measure of `Course.fidelity`, a dict of the estimates over
-          the "first" and the "last" quarter of the iterations (the latter NaN for a run of
-          fewer than 4 iterations; {} for an arm that does not regenerate);
+        * "fidelity": by the name of a measure of `Course.fidelity` ("spearman", "best", "worst"), a
+          dict of the estimates over the "first" and the "last" quarter of the iterations ("last" is
+          NaN for fewer than 4 iterations); {} for an arm that does not regenerate;
 
         and of a list with one dict per pair, with the keys
 
@@ -258,8 +261,10 @@ def compare(
         * "cost_share": the mean over seeds of the arm's cost divided by the other's, a float;
         * "at_equal_cost": a dict: "cost", that of the cheapest run of both with these seeds, and
           "reward", the estimate of the arm's reward minus the other's at that cost;
-        * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
-          the other's cost to reach that reward divided by the arm's.
+        * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the result of the
+          function `speed_up`: the other's cost to reach that reward divided by the arm's, for the
+          mean curves over seeds (NaN if the arm does not reach it), and the standard error of
+          this ratio.
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]
@@ -276,7 +281,8 @@ def compare(
 def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, Any]:
     """Returns the estimates of one arm.
 
-    An estimate is a pair of floats: the mean of one value per seed, and its standard error.
+    An estimate is a pair of floats: the mean of one value per seed, and its standard error (NaN for
+    one seed).
 
     Args:
         courses: The finished runs of the arm, at least one, evaluated after the same iterations on
@@ -287,16 +293,15 @@ def _arm_estimates(courses: Sequence[Course], common_cost: float) -> dict[str, A
     Returns:
         A dict with the keys:
           * "seeds": the list of seeds;
-          * "iterations": the number of the last one;
+          * "iterations": the number of the last iteration;
           * "scores": by name, the estimate of each held-out score at the end;
           * "gain": the estimate of the last reward minus the first;
           * "cost": the mean cost of a run in seconds of counted work, a float;
-          * "network_evaluations": their number in the first run;
+          * "network_evaluations": the number of them in the first run;
           * "at_equal_cost": {"cost": `common_cost`, "reward": the estimate of the reward there};
           * "fidelity": by the name of a measure ("spearman", "best", "worst"), {"first": ...,
-            "last": ...}, the estimates over the first and the last quarter of the iterations (the
-            latter NaN for a run of fewer than 4 iterations). {} for an arm that does not
-            regenerate.
+            "last": ...}, the estimates over the first and the last quarter of the iterations
+            ("last" is NaN for fewer than 4 iterations). {} for an arm that does not regenerate.
     """
 
     def quarter(values: np.ndarray, end: str) -> float:
@@ -328,7 +333,8 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
     """Returns the estimates of the differences between an arm and another one.
 
     Differences are taken seed by seed, over the seeds that both have; without any, all figures are
-    NaN. An estimate is a pair of floats: the mean of one value per seed, and its standard error.
+    NaN. An estimate is a pair of floats: the mean of one value per seed, and its standard error
+    (NaN for one seed). Costs are in seconds of counted work.
 
     Args:
         courses: The finished runs of the arm that is compared, one per seed.
@@ -341,10 +347,11 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
           * "final_share": the estimate of the same differences, each divided by the other's mean
             last reward over these seeds (whose own error is not counted);
           * "cost_share": the mean over seeds of the arm's cost divided by the other's, a float;
-          * "at_equal_cost": {"cost": the cost of the cheapest of these runs, "reward": the estimate
-            of the arm's reward minus the other's there};
-          * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the estimate of
-            the other's cost to reach that reward divided by the arm's.
+          * "at_equal_cost": {"cost": the cost of the cheapest run of both arms with these seeds,
+            "reward": the estimate of the arm's reward minus the other's at that cost};
+          * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the result of
+            the function `speed_up`: the other's cost to reach that reward divided by the arm's, for
+            the mean curves over seeds, and the standard error of this ratio.
     """
     by_seed = {other.seed: other for other in others}
     pairs = [(course, by_seed[course.seed]) for course in courses if course.seed in by_seed]
@@ -384,8 +391,8 @@ def estimate(values: Sequence[float]) -> Estimate:
             NaN.
 
     Returns:
-        The mean, NaN if there is no value; and the standard deviation (with n - 1) divided by the
-        square root of n, NaN for fewer than two values.
+        A pair of floats: the mean, NaN if there is no finite value; and the standard deviation
+        (with n - 1) divided by the square root of n, NaN for fewer than two values.
     """
     x = np.asarray(values, float)
     error = float(x.std(ddof=1) / len(x) ** 0.5) if len(x) > 1 else float("nan")
@@ -396,8 +403,9 @@ def reward_at_cost(course: Course, cost: float) -> float:
     """Returns the held-out reward that a run had reached at a cost.
 
     Args:
-        course: The run. Its reward is interpolated linearly between the costs of its evaluations.
-            The result is NaN next to an unknown reward.
+        course: The run. Its reward is interpolated linearly between the costs of its evaluations
+            (the first of which is 0). The result is NaN at an evaluation with an unknown reward,
+            and between it and the next one on both sides.
         cost: The cost in seconds of counted work. Beyond the last known cost of the run, or if
             it is NaN, the result is NaN.
     """
@@ -419,10 +427,11 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
 
     Returns:
         A tuple: the cost of the second arm divided by that of the first (above 1 where the first is
-        faster), and its standard error. The ratio is NaN without pairs, if an arm does not reach
-        the reward, or if the second arm gains nothing, and infinite if the first arm starts at the
-        reward. The standard error is NaN for fewer than two pairs, or if the ratio is not finite
-        with some seed left out.
+        faster), and its standard error. The ratio is NaN without pairs, if the first arm does not
+        reach the reward, if the second arm gains nothing, or if a reward or cost that it depends on
+        is unknown. It is infinite if the first arm starts at or above the reward. The standard
+        error is NaN for fewer than two pairs, or if the ratio is not finite with some seed left
+        out.
     """
 
     def mean_curve(courses: Sequence[Course]) -> tuple[EvaluationSeries, EvaluationSeries]:
@@ -463,8 +472,9 @@ def cost_to_reach(cost: EvaluationSeries, reward: EvaluationSeries, level: float
         level: The reward to reach.
 
     Returns:
-        The interpolated cost in seconds; NaN if the curve stays below `level`, or if the reward of
-        the point before it is reached is NaN.
+        The interpolated cost in seconds, or the first cost if the first point is not below `level`.
+        NaN if the curve stays below `level`, or if the reward is NaN at the point just before the
+        first one that is not below.
     """
     above = np.flatnonzero(reward >= level)
     if not len(above):

@@ -54,14 +54,16 @@ class Prices:
         """Returns the price of one iteration in seconds: the sum of its counted work.
 
         The sum covers exploration, regeneration, the decoding and scoring of both, the gradients of
-        the reward (for objectives that train on them), the update (priced as that of adapters) and,
-        if `precision` is not `rollout.precision`, the sync. The first `rollout.explore.exact_steps`
-        exploring steps are priced in `rollout.precision`, and regeneration takes `rollout.num_steps
-        - continued` steps. Only the fraction `algorithm.kl_fraction` of the training terms takes a
-        prediction of the reference. If `algorithm.kl_coef` is 0, the terms of most objectives
-        take none (`_skips_reference`). The sum leaves out text encoders, classifier-free guidance,
-        `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`. The image
-        size is that of the plan that the prices come from.
+        the reward (for objectives that train on them), the update (at the price `trained` per term,
+        whichever parameters `config` trains) and, if `precision` is not `rollout.precision`, the
+        sync (making the low-precision copy of the policy). The first
+        `rollout.explore.exact_steps` exploring steps are priced in `rollout.precision`, and
+        regeneration takes `rollout.num_steps - continued` steps. Only the fraction
+        `algorithm.kl_fraction` of the training terms takes a prediction of the reference. If
+        `algorithm.kl_coef` is 0, the terms of most objectives take none (`_skips_reference`). The
+        sum leaves out text encoders, classifier-free guidance, `rollout.explore.correction_rank`,
+        attention in FP8 and `rollout.explore.reward`. The image size is that of the plan that the
+        prices come from.
 
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept
@@ -71,16 +73,16 @@ class Prices:
             steps: The number of all exploring steps per candidate, the exact ones included. It must
                 be larger than `rollout.explore.exact_steps`.
             continued: The number of steps that regeneration took over from exploration. None: the
-                number that the configuration gives (`continued_steps`), as if no state were
-                recorded.
+                number that `continued_steps` gives for the configuration without `query_steps`,
+                i.e. for an objective that records no state of the regeneration.
 
         Returns:
-            The seconds; NaN if a number format of the iteration is not in `network`.
+            The seconds; NaN if the attribute `network` lacks `precision` or `rollout.precision`.
 
         Raises:
             KeyError: If there is no format `precision` and `continued` is None.
             ConfigError: If the attribute `trains_on` of an objective `module:function`, which is
-                imported, has an unknown value.
+                imported, has an unknown value. Errors of the import pass unchanged.
         """
         rollout = config.rollout
         prompts = config.train.num_prompts
@@ -116,11 +118,12 @@ def _skips_reference(config: Config) -> bool:
     """Returns whether the update needs no prediction of the reference policy.
 
     It needs one if `algorithm.kl_coef` is above 0. If that is 0, dpo is the only objective of the
-    package that needs one.
+    package that needs one. An objective `module:function` counts as needing one too, unless it
+    trains on reward gradients.
 
     Args:
-        config: The configuration. An objective `module:function`, which is imported, is priced as
-            dpo is, unless it trains on reward gradients.
+        config: The configuration. An objective `module:function` is imported for its attribute
+            `trains_on`, and errors of the import pass through.
     """
     algorithm = config.algorithm
     if is_plugin(algorithm.objective):
@@ -140,10 +143,13 @@ def count_network_evaluations(
     Args:
         config: The configuration, from which the numbers of prompts, candidates, kept candidates
             and regeneration steps are read. Without regeneration only exploration counts.
-        precision: The format that the iteration explores in, a key of `quant.formats.FORMATS`.
-        steps: The number of all exploring steps per candidate, in both precisions.
+        precision: The format that the iteration explores in, a key of `quant.formats.FORMATS`. It
+            matters only if `continued` is None.
+        steps: The number of all exploring steps per candidate, those in the training precision
+            (`rollout.explore.exact_steps`) included.
         continued: The number of steps that regeneration took over from exploration. None: the
-            number that the configuration gives (`continued_steps`), as if no state were recorded.
+            number that `continued_steps` gives for the configuration without `query_steps`, i.e.
+            for an objective that records no state of the regeneration.
 
     Raises:
         KeyError: If there is no format `precision` and `continued` is None.
@@ -163,7 +169,8 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
     A plan has the seconds of each phase of an iteration of a preset with overrides. They are
     divided by the configuration's numbers of samples, steps and training terms. For an objective on
     reward gradients, the phase "targets" gives the price of a gradient of the reward. If the plan
-    is for several devices, the prices are the seconds that all of them together take for the work.
+    is for several devices, the prices are elapsed seconds with all of them at work (not multiplied
+    by their number).
 
     Args:
         plan: The plan, as `solrl plan` prints it in JSON. It has the keys "preset" (its name),
@@ -172,8 +179,8 @@ def prices_of(plan: Mapping[str, Any]) -> Prices:
             are "explore", "regenerate", "update" and possibly "score", "sync" and "targets".
             Without "score" or "sync", that price is 0. Plans of older versions have no "overrides";
             if they have a phase "targets", their key "objective" (by default "opsd") names the
-            objective. If exploration runs in the training precision, the price of this format comes
-            from "regenerate".
+            objective. If exploration runs in the training precision too, the price of its format
+            comes from "regenerate".
 
     Returns:
         The prices, whose name is that of the preset's model (`model.name`) and the device.

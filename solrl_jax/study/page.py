@@ -37,7 +37,8 @@ def write(
         folder: The directory of the study. It is created if necessary.
         study: The summary of the study, as `summary.summarize` returns it: a dict with the keys
             "plan", "setting", "prices", "arms", "compared", "missing" and "runs".
-        courses: The finished runs of each arm by its name, for the figure.
+        courses: The finished runs of each arm (one of the variants that the study compares) by its
+            name, for the figure.
         sweeps: For each setting that the study sweeps, by its dotted name, pairs (value of the
             setting, name of the arm that has it), for the figure.
 
@@ -84,7 +85,7 @@ def markdown(study: Mapping[str, Any]) -> str:
 
     Args:
         study: The summary of the study, as `summary.summarize` returns it. Its entries "plan"
-            (name and sentence alone), "setting", "arms", "compared" and "missing" are shown.
+            ("name" and "what" alone), "setting", "arms", "compared" and "missing" are shown.
     """
     lines = [f"# Study `{study['plan']['name']}`", "", study["plan"]["what"], ""]
     lines += [f"* {name}: {text}" for name, text in study["setting"].items()]
@@ -103,9 +104,9 @@ def _arms(arms: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     """Yields the lines of the table of arms in Markdown, and a legend.
 
     Args:
-        arms: For each arm, by its name, a dict of figures: "seeds", "iterations", "scores", "cost",
-            "network_evaluations", "at_equal_cost" and "fidelity", as `compare.compare` returns
-            them. Without arms, only the head and the legend are yielded.
+        arms: For each arm, by its name, a dict of figures: "seeds", "iterations", "scores", "cost"
+            (in seconds), "network_evaluations", "at_equal_cost" and "fidelity", as
+            `compare.compare` returns them. Without arms, only the head and the legend are yielded.
     """
     names = [
         name
@@ -226,7 +227,7 @@ def format_number(value: float) -> str:
     """Returns a number as text with up to three significant digits, e.g. "0.5" or "1.23e+04".
 
     Args:
-        value: The number. NaN gives "–".
+        value: The number. NaN gives "–", infinity "inf".
     """
     return UNKNOWN if math.isnan(value) else f"{value:.3g}"
 
@@ -318,7 +319,8 @@ def draw(
 def _band(panel: Any, x: np.ndarray, y: np.ndarray, look: tuple[str, str], label: str) -> None:
     """Draws the mean of several curves, with a band of one standard error on both sides.
 
-    Points are marked if there are at most 10. A single curve has no band. NaN makes a gap.
+    Points are marked if there are at most 10. A single curve has no band. A point where one of the
+    curves is NaN is a gap.
 
     Args:
         panel: The matplotlib axes to draw on.

@@ -29,7 +29,7 @@ Seeds = Annotated[tuple[Seed, ...], Field(min_length=1)]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quick(Section):
-    """The changes that make a study quick, so that a plan can be tried.
+    """The changes that make a study quick, so that a plan can be tried. Both fields are required.
 
     Attributes:
         seeds: The seeds of every arm, from 0 to 2**31 - 1, at least one and no two equal, in place
@@ -60,8 +60,8 @@ class Plan(Section):
         seeds: The seeds that every arm is trained with, from 0 to 2**31 - 1, at least one and no
             two equal.
         compared: Pairs (arm, the arm that it is compared with).
-        sweeps: By the dotted name of a setting, the names of arms that differ in it, in the order
-            in which they are drawn. Each setting gets a panel of the figure.
+        sweeps: By the dotted name of a setting, the names of arms that differ in it (which is not
+            checked), in the order in which they are drawn. Each setting gets a panel of the figure.
         quick: The seeds and overrides of the quick version of the study.
     """
 
@@ -85,8 +85,8 @@ class Plan(Section):
 
         Raises:
             ConfigError: If `compared` or `sweeps` name an arm that is not in `arms`, an arm is
-                compared with itself, seeds repeat, or the study or its quick version has more than
-                `MAX_RUNS` (1000) runs, one per arm and seed.
+                compared with itself, seeds repeat, or the study or its quick version (with
+                `quick.seeds`) has more than `MAX_RUNS` (1000) runs, one per arm and seed.
         """
         named = {name for pair in self.compared for name in pair}
         named |= {name for arms in self.sweeps.values() for name in arms}
@@ -148,7 +148,7 @@ def read_plan(name: str) -> Plan:
         name: The name of a plan of the package, or else the path of a YAML file.
 
     Returns:
-        The plan. Its comparisons and sweeps name only its own arms.
+        The plan. Its fields `compared` and `sweeps` name only its own arms.
 
     Raises:
         InputError: If there is no such plan, or the file cannot be read as YAML, e.g. because it

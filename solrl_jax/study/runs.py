@@ -21,7 +21,8 @@ from solrl_jax.study.plan import Run
 
 
 def log_of(run: Run) -> Path:
-    """Returns the file for the output of a run: `ARM-SEED.log` beside the run directory.
+    """Returns the file for the output of a run, `ARM-SEED.log` (the name of the run is ARM-SEED),
+    beside the run directory.
 
     Args:
         run: The run, which need not be trained. The file need not exist.
@@ -41,13 +42,15 @@ def finished(run: Run) -> bool:
     Returns:
         True if it is. False if its directory is not a run directory, if its `config.yaml` differs
         from `run.config` in any setting (except for numbers of prompts that were reduced to those
-        of its prompt sets), or if its metrics have no held-out reward of the last iteration (a
-        non-finite reward counts as one).
+        of its prompt sets), or if its metrics have no entry for the held-out reward of the last
+        iteration (an entry for a non-finite reward suffices).
 
     Raises:
-        InputError: If the `config.yaml` in the directory, or a prompt set, cannot be read.
-        ConfigError: If that file is not a valid configuration, or if no number of prompts up to
-            that of the training set makes `run.config` valid.
+        InputError: If the `config.yaml` in the directory, or a prompt set, cannot be read, or the
+            metrics are too large.
+        ConfigError: If that file is not a valid configuration. Also if `train.num_prompts` exceeds
+            the size of the training set, and `run.config` is invalid with every number up to that
+            size.
     """
     if not is_run(run.folder):
         return False
@@ -61,19 +64,20 @@ def finished(run: Run) -> bool:
 
 
 def _with_available_prompts(config: Config) -> Config:
-    """Returns a configuration with `train.num_prompts` and `eval.num_prompts` reduced to the sizes
-    of its prompt sets, as a run reduces them when it starts.
+    """Returns a configuration with `train.num_prompts` and `eval.num_prompts` reduced to the number
+    of distinct prompts in its training and in its test set, as a run reduces them when it starts.
 
-    If a smaller `train.num_prompts` is needed, it is the largest one with which the configuration
-    is valid. Sets of the hub are downloaded unless they are in its cache.
+    If the training set is too small, `train.num_prompts` becomes the largest number up to its size
+    with which the configuration is valid. Sets of the hub are downloaded unless they are in its
+    cache.
 
     Args:
         config: The configuration of a run, which is returned itself if nothing is reduced.
 
     Raises:
         InputError: If a prompt set cannot be read.
-        ConfigError: If no number of prompts up to that of the training set makes the configuration
-            valid.
+        ConfigError: If the training set is too small, and the configuration is invalid with every
+            number up to its size.
     """
     train_prompts, test_prompts = load_prompt_sets(config)
     return fit_prompt_counts(config, len(train_prompts), len(test_prompts))[0]
@@ -106,8 +110,9 @@ def train(
     Raises:
         InputError: If the configuration of an existing run directory, or the prompt sets of a run
             whose directory has another configuration, cannot be read.
-        ConfigError: If the configuration of an existing run directory is invalid, or if no number
-            of prompts up to that of the training set makes the configuration of its run valid.
+        ConfigError: If the configuration of an existing run directory is invalid. Also if
+            `train.num_prompts` of its run exceeds the size of the training set, and the run's
+            configuration is invalid with every number up to that size.
         RunError: If the log of a run cannot be created, or its process cannot be started. No other
             run is started, and those that train are stopped, save their last complete iteration,
             and are waited for.
@@ -135,10 +140,10 @@ def train(
 
 
 class _Children:
-    """The processes of the runs, which threads start and which can be stopped all at once."""
+    """The processes of `solrl train` of a study. Any thread may start one, and any may stop all."""
 
     def __init__(self) -> None:
-        """Creates the collection, without processes."""
+        """Creates an empty collection of processes."""
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._is_stopped = False
@@ -189,14 +194,15 @@ def _train(run: Run, out: Path, processes: int, children: _Children) -> str | No
     """Trains one run in a process of its own, and waits for it.
 
     Its output replaces the file `ARM-SEED.log`. The process gets an equal part of the CPU's
-    threads, and a directory of compiled programs, unless this process's environment has the
-    variables for them (NPROC, OMP_NUM_THREADS, JAX_COMPILATION_CACHE_DIR).
+    threads (NPROC, OMP_NUM_THREADS) and a directory of compiled programs
+    (JAX_COMPILATION_CACHE_DIR). Each of these variables that this process's environment has keeps
+    its value.
 
     Args:
         run: The run, whose arguments `solrl train` is called with.
         out: The directory of the study. All runs share the compiled programs in `out/programs`.
         processes: The number of runs that train at once and share the CPU cores.
-        children: Starts the process, and lets the caller end it.
+        children: The collection that starts the process. By its `stop`, the caller can end it.
 
     Returns:
         None if it succeeded. Otherwise why the run failed: the signal that ended it, the last line
@@ -233,7 +239,7 @@ def _gain(run: Run) -> str:
     """Describes the held-out reward of a finished run before and after training.
 
     Args:
-        run: The run, whose `metrics.jsonl` must have an evaluation.
+        run: The run, whose `metrics.jsonl` must have an evaluation (otherwise IndexError).
 
     Returns:
         E.g. "held-out reward 0.312 -> 0.587", with the first and the last recorded reward; "not

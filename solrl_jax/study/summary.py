@@ -27,25 +27,28 @@ def summarize(
             reason of an unfinished run without an entry is "not finished".
 
     Returns:
-        A tuple: the content of `study.json`, and the courses of the finished runs by arm (an empty
-        list for an arm without any). The content is a dict with the keys:
+        A tuple: the content of `study.json`, and for each arm, by its name, the list of the
+        `Course` (scores and costs at the evaluations) of each finished run. The content is a dict
+        with the keys:
           * "plan": a dict with "name", "what", "preset", "arms" (by the name of each, the list of
             all overrides of its runs but those of the seed and the directory) and "seeds" (the
             sorted list of those of `runs`);
           * "setting": texts by name: "evaluation", "cost" and "trained on";
           * "prices": the fields of `prices`;
-          * "arms" and "compared": the two results of `compare.compare`, estimates of each arm by
-            its name and a list of those of each pair;
+          * "arms" and "compared": the two results of `compare.compare`: a dict of the estimates of
+            each arm by its name, and a list with a dict of estimates for each compared pair;
           * "missing": by the name of each run that is not finished, the reason;
           * "runs": by the name of each finished run, a dict of lists: "iterations", "cost" and each
-            name in `Course.scores` at its evaluations, and each measure of fidelity ("spearman",
-            "best", "worst") in its iterations.
+            name in `Course.scores`, with one number per evaluation, and each measure of fidelity
+            ("spearman", "best", "worst"; none without regeneration), with one per iteration.
         Unknown numbers are NaN.
 
     Raises:
         InputError: If the files of a run or a prompt set cannot be read, or if those of a finished
             run are incomplete.
-        ConfigError: If the configuration of an existing run directory is invalid.
+        ConfigError: If the configuration of an existing run directory is invalid, or as `finished`
+            and `compare.read_course` raise it. The latter imports an objective `module:function`,
+            and errors of the import pass through.
     """
     done = [run for run in runs if finished(run)]
     courses = {
@@ -94,10 +97,10 @@ def _setting(done: Sequence[Run], prices: Prices) -> dict[str, str]:
 
     Returns:
         A dict of three texts. "cost": the prices. "evaluation": how held-out rewards were measured.
-        "trained on": the devices and the versions of JAX and Python. In the latter two, different
-        texts of several runs are joined by semicolons. "unknown" stands for an entry that a
-        `run.json` lacks, and for all entries if there is no such file. Without runs, both texts
-        are "no run is finished".
+        "trained on": the devices and the versions of JAX and Python. In "evaluation" and "trained
+        on", different texts of several runs are joined by semicolons, "unknown" stands for an entry
+        that a run's `run.json` lacks (for every entry if the file is missing), and the whole text
+        is "no run is finished" if `done` is empty.
 
     Raises:
         InputError: If the `run.json` of a run is damaged.

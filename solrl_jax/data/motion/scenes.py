@@ -53,7 +53,8 @@ class Scene:
         """Checks the fields.
 
         Raises:
-            ValueError: If a name is not one of the grammar.
+            ValueError: If `color` is not in `COLORS`, `shape` not in `SHAPES` or `motion` not in
+                `MOTIONS`.
         """
         if self.color not in COLORS or self.shape not in SHAPES or self.motion not in MOTIONS:
             raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")

@@ -104,7 +104,9 @@ def verify(clips: Float[Array, "n t h w 3"], targets: ClipTargets) -> ClipVerdic
         targets: What the captions of the clips ask for, one row per clip.
 
     Returns:
-        The score in [0, 1] (float32) and two verdicts (bool) of each clip, [n].
+        For each clip, [n]: `score` in [0, 1] (float32), and two verdicts (bool): `moves` (there is
+        an object in every frame, and the largest one moves as the caption says) and `strict` (every
+        frame shows exactly the object of the caption, and `moves`).
 
     Raises:
         ValueError: While tracing, if the clips have fewer than two frames, in which nothing moves.
@@ -139,13 +141,14 @@ def _judge_motion(
 
     It moves in a direction if it covers more than 6 pixels along it from the first to the last
     frame, is always less than 2.5 pixels beside the line in this direction through its first
-    position, and every step along it is more than a fifth of the mean step along it (counted as at
-    least 0.25 pixels). It stays still if it is always less than 1.5 pixels from its first position.
-    How well it moves is the product of soft ramps (`verifier.ramp`) of the same measures.
+    position, and every step along it is more than a fifth of the mean step along it, where a mean
+    step below 0.25 pixels counts as 0.25. It stays still if it is always less than 1.5 pixels from
+    its first position. How well it moves is the product of soft ramps (`verifier.ramp`) of the same
+    measures.
 
     Args:
         centroid: (x, y) of the centroid of the object in each of two or more frames, in pixels of a
-            frame scaled to the area 32 x 32, with y growing downwards.
+            frame scaled to the area 32 x 32 (at its own aspect ratio), with y growing downwards.
         motion: Index into `scenes.MOTIONS`.
     """
     direction = jnp.asarray(_DIRECTIONS)[motion]

@@ -69,7 +69,8 @@ class Group:
         """Checks the fields.
 
         Raises:
-            ValueError: If `count` is not 1, 2 or 3, or a name is not one of the grammar.
+            ValueError: If `count` is not 1, 2 or 3, `size` is neither None nor in `SIZES`, `color`
+                is not in `COLORS`, or `shape` is not in `SHAPES`.
         """
         valid_size = self.size is None or self.size in SIZES
         valid_kind = self.color in COLORS and self.shape in SHAPES
@@ -99,8 +100,8 @@ class Scene:
 
         Raises:
             ValueError: If there is no group or more than two, one group with a relation, or two
-                without a known one; or if two groups have the same color and shape, more than 4
-                objects together, or three shapes that are called large.
+                without a known one; or if two groups have the same color and shape or more than 4
+                objects together, or one of them is "three large ...".
         """
         if not self._is_valid():
             raise ValueError(f"{self}: not a scene of the embedded world; expected {GRAMMAR}")
@@ -155,7 +156,8 @@ def _parse_group(text: str) -> Group:
 
     Args:
         text: The caption, in lower case with single spaces: "a", "one", "two" or "three"; then,
-            optionally, "small" or "large"; a color; and a shape, with an "s" for two or three.
+            optionally, "small" or "large"; a color of `COLORS`; and a shape of `SHAPES`, with an
+            "s" for two or three.
 
     Returns:
         The group. Its size is None if the caption has none.

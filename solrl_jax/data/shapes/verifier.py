@@ -85,8 +85,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         score: Partial credit in [0, 1], float32.
-        strict: Whether the image shows exactly the objects that the caption asks for and nothing
-            else.
+        strict: Whether the image shows exactly the objects that the caption asks for, in the
+            relation that it asks for, and nothing else.
     """
 
     score: Float[Array, "*n"]
@@ -106,8 +106,9 @@ class Detections(NamedTuple):
         shape: Index into `scenes.SHAPES`; -1 also for an object without a clear shape.
         size: Index into `scenes.SIZES`.
         center: (x, y) of the center of the bounding box in scaled pixels, with y growing downwards.
-        diameter: Side of this box in scaled pixels. It is a square around the ideal shape of the
-            component's area, not around its pixels.
+            This box is the square around an ideal shape of the component's area, not around its
+            pixels.
+        diameter: Side of the bounding box in scaled pixels.
     """
 
     color: Int[Array, "*n k"]
@@ -128,7 +129,8 @@ class Components(NamedTuple):
 
     Attributes:
         area: The number of pixels with a cover above one half.
-        present: Whether the component is large enough to be an object, soft (`ramp`), in [0, 1].
+        present: Whether the component is large enough to be an object, in [0, 1]: a sigmoid of the
+            sum of its cover, 0.018 at 5 pixels and 0.982 at 12.
         color: Whether the component has each color of `scenes.COLORS`, soft, in [0, 1].
         color_distance: Distance of the component's color at full cover, fitted to all of its
             pixels, from each color, in RGB with channels in [0, 1].
@@ -136,7 +138,7 @@ class Components(NamedTuple):
         iou: Intersection over union with an ideal circle, square and triangle (`scenes.SHAPES`).
         shape: Whether the component has each shape, soft, in [0, 1].
         diameter: Side of the bounding box, a square around the ideal shape of the component's area.
-        center: (x, y) of the center of the bounding box.
+        center: (x, y) of the center of the bounding box, with y growing downwards.
         centroid: (x, y) of the centroid of the pixels, weighted by cover. It depends on no choice
             of a shape.
         specks: Area of all components that are no objects: those of fewer than 8 pixels, and those
@@ -197,7 +199,7 @@ def verify(images: Float[Array, "n h w 3"], targets: Targets) -> Verdict:
         targets: The objects that the captions of the images ask for, one row per image.
 
     Returns:
-        The score in [0, 1] (float32) and the strict verdict (bool) of each image, [n].
+        The `score` in [0, 1] (float32) and the verdict `strict` (bool) of each image, [n].
     """
 
     def verify_one(image: Float[Array, "h w 3"], target: Targets) -> Verdict:
@@ -300,11 +302,11 @@ def judge(components: Components, target: Targets) -> Verdict:
 
     Args:
         components: Measurements of the components of the image.
-        target: The objects that the caption asks for: arrays [2], one entry per group, and a scalar
-            relation.
+        target: The objects that the caption asks for: arrays [2], one entry per group (count 0 for
+            an absent second group), and a scalar relation (-1 for none).
 
     Returns:
-        The score in [0, 1] (float32) and the strict verdict (bool), both scalars.
+        The `score` in [0, 1] (float32) and the verdict `strict` (bool), both scalars.
     """
     return Verdict(_score(components, target), _strict_verdict(components, target))
 
@@ -419,10 +421,11 @@ def ramp(x: Array, low: float, high: float) -> Array:
 def _score(components: Components, target: Targets) -> Float[Array, ""]:
     """Returns the soft score of one image: the weighted mean of up to five terms in [0, 1].
 
-    Numbers of objects are sums over the components of how much each one fits, in [0, 1]: the
-    product of its soft values of presence, color, shape and, if the caption gives one, size. The
+    Without a relation, the mean is over the other four terms. Numbers of objects are sums over the
+    components of how much each one fits, in [0, 1]: the product of its soft values of presence
+    (large enough to be an object), color, shape and, if the caption gives one, size. The
     completeness of a group is its number of objects over the number that the caption asks for, at
-    most 1.
+    most 1. Distances and areas are in pixels of an image scaled to the area 32 x 32.
 
       1. "objects" (weight 0.4): for each group, 1 less the relative error of its number of objects,
          at least 0; the mean over the groups.
@@ -430,15 +433,17 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
          and group, against the number that the caption asks for in this color.
       3. "shapes" (0.12): the same for the objects of the group's shape, whatever their color.
       4. "relation" (0.26, only for captions with one): `0.7 sigmoid((along - across) / 0.5) + 0.3
-         sigmoid((along - 1) / 2)`, with the distances of `_displacement` in scaled pixels, times
-         the completeness of each group.
+         sigmoid((along - 1) / 2)`, with the distances of the mean positions of the two groups
+         along the axis of the relation (negative if they lie the other way round) and across it
+         (`_displacement`), times the completeness of each of the two groups.
       5. "alone" (0.1): `exp(-n)` times the mean completeness of the groups, where n is the number
-         of objects that belong to no group plus a twentieth of the area of specks.
+         of objects that belong to no group plus a twentieth of the area of specks, the components
+         that are no objects.
 
     Args:
         components: Measurements of the components of the image.
-        target: The objects that the caption asks for: arrays [2], one entry per group, and a scalar
-            relation.
+        target: The objects that the caption asks for: arrays [2], one entry per group (count 0 for
+            an absent second group), and a scalar relation (-1 for none).
 
     Returns:
         The score, a float32 scalar.
@@ -496,8 +501,8 @@ def _strict_verdict(components: Components, target: Targets) -> Bool[Array, ""]:
 
     Args:
         components: Measurements of the components of the image.
-        target: The objects that the caption asks for: arrays [2], one entry per group, and a scalar
-            relation.
+        target: The objects that the caption asks for: arrays [2], one entry per group (count 0 for
+            an absent second group), and a scalar relation (-1 for none).
 
     Returns:
         The verdict, a Boolean scalar.
@@ -532,10 +537,10 @@ def _classify_components(
 
     Returns:
         A tuple. The color, an index into `scenes.COLORS`: the nearest one, or -1 if it is 0.3 or
-        more away in RGB or no pixel has a cover above 0.6. The shape, an index into
-        `scenes.SHAPES`: that of the largest intersection over union, or -1 if this is at most 0.6.
-        The size, an index into `scenes.SIZES`: 1 (large) for a diameter above 8.5 pixels of an
-        image scaled to the area 32 x 32, else 0 (small).
+        more away in RGB (channels in [0, 1]) or the component fills no pixel by more than 0.6. The
+        shape, an index into `scenes.SHAPES`: that of the largest intersection over union, or -1 if
+        this is at most 0.6. The size, an index into `scenes.SIZES`: 1 (large) for a diameter above
+        8.5 pixels of an image scaled to the area 32 x 32, else 0 (small).
     """
     near = components.color_distance.min(-1) < _COLOR_STRICT
     colored = near & (components.peak > _PEAK_STRICT)

@@ -62,8 +62,9 @@ class AutoencoderDCConfig(ReleasedConfig):
     Only the decoder is built from it. The fields of the encoder (`encoder_...` and
     `downsample_block_type`) are read and checked, but have no other effect, except that
     `encoder_block_out_channels` determines the number of stages. A stage is a group of blocks at
-    one resolution. Tuples have one entry per stage, finest first. A string in place of a tuple
-    stands for all stages. The constructor raises ValueError for a value that is not supported.
+    one resolution. Tuples have one entry per stage, finest first. In the fields that accept both, a
+    string in place of a tuple stands for all stages. The constructor raises ValueError for a value
+    that is not supported.
 
     Attributes:
         in_channels: channels of an image, also of a decoded one.
@@ -75,9 +76,10 @@ class AutoencoderDCConfig(ReleasedConfig):
         decoder_block_types: kind of the blocks of each stage of the decoder: "ResBlock" or
             "EfficientViTBlock".
         encoder_block_out_channels: number of channels of each stage of the encoder.
-        decoder_block_out_channels: number of channels of each stage of the decoder. In both lists,
-            every entry after the first must be a multiple of 4 and a divisor of 4 times the entry
-            before it, and the last entry a multiple of `latent_channels`.
+        decoder_block_out_channels: number of channels of each stage of the decoder. Here and in
+            `encoder_block_out_channels`, every entry after the first must be a multiple of 4 and a
+            divisor of 4 times the entry before it, and the last entry a multiple of
+            `latent_channels`.
         encoder_layers_per_block: number of blocks in each stage of the encoder, 1 or more.
         decoder_layers_per_block: number of blocks in each stage of the decoder, 1 or more.
         encoder_qkv_multiscales: for each stage of the encoder, the kernel sizes (odd numbers) of
@@ -210,10 +212,11 @@ class UpBlock(nnx.Module):
         self.shuffle = shuffle
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b 2*h 2*w n_out"]:
-        """Upsamples `x` by the convolution, and adds the shortcut.
+        """Upsamples `x` by the layer's convolution, and adds the shortcut.
 
-        The shortcut repeats each channel of `x` `4 * n_out / n_in` times, and reads the result in
-        the order (channel, row, column) as 2 x 2 pixels.
+        A pixel shuffle follows the convolution if `shuffle` is set; otherwise nearest-neighbor
+        upsampling precedes it. The shortcut repeats each channel of `x` `4 * n_out / n_in` times,
+        and reads the result in the order (channel, row, column) as 2 x 2 pixels.
 
         Args:
             x: images with `n_in` channels.
@@ -442,8 +445,9 @@ def make_stages(
 
     Args:
         config: configuration of the autoencoder.
-        side: "encoder" (in `scripts/pretrain/encoders.py`) or "decoder": which fields of the
-            configuration give the kind, number and width of the blocks.
+        side: "encoder" or "decoder": which fields of the configuration (`encoder_...` or
+            `decoder_...`) give the kind, number and width of the blocks. The encoder itself is in
+            `scripts/pretrain/encoders.py`.
         activations: activation of the `ResBlock`s of each stage, finest first: "silu" or "relu". It
             has no effect in a stage of `EfficientViTBlock`s.
         rngs: random number generators of the initial parameters.
@@ -467,8 +471,8 @@ def make_stages(
 
 
 class Decoder(nnx.Module):
-    """The decoder network: a convolution, the stages from coarse to fine, then norm, activation and
-    a convolution.
+    """The decoder network: a convolution, the stages from coarse to fine, then RMS norm, the
+    activation `config.decoder_conv_act_fn` and a convolution.
 
     Each stage but the coarsest begins with upsampling by 2. If `decoder_in_shortcut` is set, the
     latent, each channel repeated to fit, is added to the result of the first convolution.
@@ -497,8 +501,8 @@ class Decoder(nnx.Module):
         """Decodes latents to images in [-1, 1], not clipped, in the dtype of `latent`.
 
         Args:
-            latent: latents on the scale of the autoencoder: the configured scale is not applied
-                here.
+            latent: latents on the scale of the autoencoder, with `config.latent_channels` channels:
+                the caller has divided the diffusion model's latents by `config.scaling_factor`.
 
         Returns:
             The images with `config.in_channels` channels: H is `h * config.spatial_compression`,
@@ -513,7 +517,10 @@ class Decoder(nnx.Module):
 
 
 class AutoencoderDC(nnx.Module):
-    """Decodes latents to images in [-1, 1]. The configured scale is not applied.
+    """Decodes latents to images in [-1, 1] but for overshoots, which are not clipped.
+
+    The configured `scaling_factor` is not applied: the caller divides the diffusion model's latents
+    by it.
 
     Args:
         config: configuration of the autoencoder (`AutoencoderDCConfig`). The fields that begin with

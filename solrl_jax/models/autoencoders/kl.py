@@ -45,8 +45,8 @@ class KLConfig(ReleasedConfig):
         latent_channels: channels of a latent.
         norm_num_groups: number of groups of channels in every group normalization.
         sample_size: side, or height and width, of the training images in pixels. It has no effect.
-        force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
-            dtype in which pipelines then decode.
+        force_upcast: whether the network needs float32. True makes the property `required_dtype`
+            float32, the dtype in which pipelines then decode.
         use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
             no effect here.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
@@ -124,8 +124,8 @@ class AutoencoderKLConfig(KLConfig):
     """The configuration of a KL autoencoder: the fields of a released `config.json`.
 
     A stage is a group of blocks at one resolution. Tuples have one entry per stage, finest first.
-    Only the decoder is built; the fields of the encoder are read and checked. The constructor
-    raises ValueError for a value that is not supported.
+    Only the decoder is built; the fields of the encoder are read and checked. The defaults are
+    those of diffusers. The constructor raises ValueError for a value that is not supported.
 
     Attributes:
         in_channels: channels of an image at the input of the encoder.
@@ -139,8 +139,8 @@ class AutoencoderKLConfig(KLConfig):
         latent_channels: channels of a latent.
         norm_num_groups: number of groups of channels in every group normalization.
         sample_size: side, or height and width, of the training images in pixels. It has no effect.
-        force_upcast: whether the network needs float32. True makes `required_dtype` float32, the
-            dtype in which pipelines then decode.
+        force_upcast: whether the network needs float32. True makes the property `required_dtype`
+            float32, the dtype in which pipelines then decode.
         use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
             no effect here.
         use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
@@ -198,8 +198,8 @@ class AutoencoderKL(nnx.Module):
         convolution before the decoder is applied, if there is one.
 
         Args:
-            latent: latents on the scale of the autoencoder: the configured scale and shift are not
-                applied here.
+            latent: latents on the scale of the autoencoder: the caller has undone the scale and
+                shift of the diffusion model's latents (e.g. with `AutoencoderKLConfig.unscale`).
 
         Returns:
             The images, in the dtype of `latent`, with `config.out_channels` colors: H is `h *

@@ -84,8 +84,9 @@ def _place_tiles(size: int, tile: int, overlap: int, compression: int) -> tuple[
     Returns:
         Two arrays for the n tiles. starts, [n], int32: the first latent pixel of each tile. ramps,
         [n, pixels], float32: the weight of each image pixel of the tile (there are `compression`
-        per latent pixel); the tiles before it keep the rest, 1 - weight. Over k pixels shared with
-        the tile before, the weight rises from `1 / (2 k)` in steps of `1 / k`. Elsewhere it is 1.
+        per latent pixel); the blend of the tiles before it has the weight 1 - weight. Over k pixels
+        shared with the tile before, the weight rises from `1 / (2 k)` in steps of `1 / k`.
+        Elsewhere it is 1.
     """
     if size <= tile:
         return jnp.zeros(1, jnp.int32), jnp.ones((1, size * compression))

@@ -68,8 +68,9 @@ class VideoAutoencoderConfig(ReleasedConfig):
         base_dim: number of channels at the finest resolution of the encoder, and of the decoder
             unless a subclass has a field for it.
         z_dim: number of channels of a latent.
-        dim_mult: for each resolution, finest first, its number of channels as a multiple of
-            `decoder_dim`. The numbers of channels of all but the finest one must be even.
+        dim_mult: for each resolution, finest first, its number of channels in the decoder as a
+            multiple of the property `decoder_dim` (`base_dim`, unless a subclass has a field for
+            it). The numbers of channels of all but the finest one must be even.
         num_res_blocks: number of residual blocks per resolution of the encoder. The decoder has one
             more per resolution.
         attn_scales: ignored, as by diffusers.
@@ -126,20 +127,20 @@ class VideoAutoencoderConfig(ReleasedConfig):
 
     @property
     def decoder_dim(self) -> int:
-        """Number of channels at the decoder's finest resolution. Here `base_dim`."""
+        """Number of channels at the decoder's finest resolution: `base_dim` in this base class."""
         return self.base_dim
 
     @property
     def residual(self) -> bool:
         """Whether decoder stages that upsample add their input, with repeated pixels, to their
-        result. Here False; only Wan 2.2 5B has this shortcut.
+        result. False in this base class; only Wan 2.2 5B has this shortcut.
         """
         return False
 
     @property
     def patch(self) -> int:
         """Side, in image pixels, of the square whose colors the decoder network returns as the
-        channels of one pixel. Here 1: it returns image pixels.
+        channels of one pixel. 1 in this base class: the network returns image pixels.
         """
         return 1
 
@@ -181,9 +182,9 @@ class AutoencoderKLWanConfig(VideoAutoencoderConfig):
 
     Attributes:
         decoder_base_dim: number of channels at the decoder's finest resolution; None: `base_dim`.
-        is_residual: whether decoder stages that upsample add their input, with repeated pixels, to
-            their result, and upsampling keeps the number of channels (Wan 2.2 5B). Otherwise
-            upsampling halves it.
+        is_residual: whether decoder stages that upsample add their input, with repeated pixels
+            (`repeat_pixels`), to their result, and upsampling keeps the number of channels (Wan 2.2
+            5B). Otherwise upsampling halves it.
         in_channels: number of channels of the encoder's input. Ignored, because only the decoder is
             built.
         out_channels: number of channels that the decoder network returns: 3 colors of each pixel
@@ -282,7 +283,7 @@ def open_autoencoder(folder: Path, config: AutoencoderKLWanConfig) -> Component:
 
     Args:
         folder: the folder of the autoencoder in a model directory, usually `vae`.
-        config: configuration of the autoencoder, as read from this folder.
+        config: configuration of the autoencoder whose weights are in the folder, or will be.
 
     Returns:
         The network `AutoencoderKLWan` without its parameters. `Component.load` reads them from
@@ -296,7 +297,8 @@ def open_autoencoder(folder: Path, config: AutoencoderKLWanConfig) -> Component:
 
 
 class AutoencoderKLWan(nnx.Module):
-    """Decodes latents to clips in [-1, 1]. Only the decoder of the autoencoder is built.
+    """Decodes latents [b, t, h, w, c] to clips [b, T, H, W, 3] in [-1, 1], not clipped. Only the
+    decoder of the autoencoder is built.
 
     Args:
         config: configuration of the autoencoder. Its means and standard deviations are not applied
@@ -339,7 +341,9 @@ class AutoencoderKLWan(nnx.Module):
                 first frame have a length that divides `t - 1`, the largest one up to this number.
 
         Returns:
-            The clips, in the dtype of `latent`, as `decode` returns them.
+            The clips as `decode` returns them: in [-1, 1] but not clipped, in the dtype of
+            `latent`. T is `(t - 1) * config.temporal_compression + 1`, H is `h *
+            config.spatial_compression`, and W is `w * config.spatial_compression`.
         """
         batch, frames, *rest = latent.shape
 
@@ -394,7 +398,8 @@ class History:
         after: for the next chunk: a list with the last two input frames [b, 2, h, w, c] of each
             convolution over time that was applied so far, in the order of application. Where the
             chunk has fewer frames, frames of `before` (for the first chunk: zeros) precede them.
-            A convolution that is not applied to the first chunk (`skip`) has zeros here.
+            The method `skip` puts zeros here for a convolution that is not applied to the first
+            chunk.
     """
 
     def __init__(self, before: Iterable[Array] | None):
@@ -403,9 +408,11 @@ class History:
         self._before = iter(before or ())
 
     def extend(self, x: Float[Array, "b t h w c"], count: int) -> Float[Array, "b T h w c"]:
-        """Returns the input of the next convolution with the frames before it.
+        """Returns the input of the next convolution over time with the frames before it.
 
-        Also stores the last `count` frames of the result in `after`, for the next chunk.
+        Also appends the last `count` frames of the result to the list `after`, for the next chunk.
+        Every chunk must call `extend` for the same convolutions in the same order (`skip` takes its
+        place for one that is not applied to the first chunk).
 
         Args:
             x: the input frames of the chunk.
@@ -424,7 +431,8 @@ class History:
         return extended
 
     def skip(self, x: Float[Array, "b t h w c"], count: int) -> None:
-        """Stores zeros in `after` for a convolution that is not applied to the first chunk.
+        """Appends zeros, `count` frames of the size of `x`, to the list `after` of frames for the
+        next chunk, for a convolution that is not applied to the first chunk.
 
         Args:
             x: an array of the shape and dtype that the convolution's input would have; the number
@@ -476,10 +484,11 @@ class Decoder(nnx.Module):
 
         Args:
             latent: latents on the scale of the autoencoder, after `post_quant_conv`.
-            history: for a chunk of a clip: the frames before it. A new object for each chunk, which
-                the call changes: it stores the frames for the next chunk in `history.after`. The
-                first chunk must be the first frame alone, which is not checked. None: the latents
-                are whole clips.
+            history: for a chunk of a clip: the frames before it. The call stores the frames for the
+                next chunk in `history.after`. Each chunk has an object of its own: `History(None)`
+                for the first chunk, which must be the first frame alone (not checked), then
+                `History(previous.after)` with the object of the chunk before. None: the latents are
+                whole clips.
 
         Returns:
             The clips, in the dtype of `latent`. Their channels are the colors of the pixels in a
@@ -541,9 +550,9 @@ class Stage(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it. The call stores those for the next
-                chunk in `history.after`. The first chunk must be the first frame alone, which is
-                not checked. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends the frames that
+                the next chunk needs to `history.after`. The first chunk must be the first frame
+                alone, which is not checked. None: `x` is whole clips.
 
         Returns:
             Clips in the dtype of `x`. Without upsampling they have the size of `x` and `n_out`
@@ -579,7 +588,8 @@ class ResidualStage(Stage):
         Args:
             n_out: number of channels at the input of the upsampling, which keeps it.
             upsample: whether there is upsampling.
-            temporal: whether it also doubles the number of frames after the first.
+            temporal: whether it also doubles the number of frames after the first. It has no effect
+                if `upsample` is False.
             rngs: random number generators for the initial weights.
         """
         self.upsampler = Upsample(n_out, n_out, temporal=temporal, rngs=rngs) if upsample else None
@@ -597,9 +607,9 @@ class ResidualStage(Stage):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it. The call stores those for the next
-                chunk in `history.after`. The first chunk must be the first frame alone, which is
-                not checked. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends the frames that
+                the next chunk needs to `history.after`. The first chunk must be the first frame
+                alone, which is not checked. None: `x` is whole clips.
 
         Returns:
             Clips in the dtype of `x` with `n_out` channels. Without upsampling they have the size
@@ -659,8 +669,8 @@ class MidBlock(nnx.Module):
 
         Args:
             x: clips with `channels` channels.
-            history: for a chunk of a clip: the frames before it, to which the call adds those for
-                the next chunk. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends the frames that
+                the next chunk needs to `history.after`. None: `x` is whole clips.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -673,7 +683,8 @@ class MidBlock(nnx.Module):
 
 
 class ResidualBlock(nnx.Module):
-    """A residual block: norm, SiLU and 3x3x3 convolution, twice, added to the input.
+    """A residual block: norm, SiLU and 3x3x3 convolution that is causal in time (`CausalConv`),
+    twice, added to the input.
 
     If the number of channels changes, a 1x1x1 convolution maps the input before it is added.
 
@@ -695,10 +706,12 @@ class ResidualBlock(nnx.Module):
     ) -> Float[Array, "b t h w n_out"]:
         """Applies norm, SiLU and convolution twice, and adds the result to the input.
 
+        If the number of channels changes, a 1x1x1 convolution maps the input before it is added.
+
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it, to which the call adds those for
-                the next chunk. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends the frames that
+                the next chunk needs to `history.after`. None: `x` is whole clips.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
@@ -764,13 +777,14 @@ class Upsample(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it. The call stores those for the next
-                chunk in `history.after`. The first chunk must be the first frame alone, which is
-                not checked. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends the frames that
+                the next chunk needs to `history.after`. The first chunk must be the first frame
+                alone, which is not checked. None: `x` is whole clips.
 
         Returns:
             Clips with `n_out` channels, in the dtype of `x`. T is t if the layer is not temporal.
-            Otherwise there are two frames for each but the first of the clip.
+            Otherwise there are two frames for each but the first of the clip: T is `2 t - 1` for
+            whole clips, 1 for the first chunk, and `2 t` for later chunks.
         """
         if self.time_conv is not None:
             if history is None and x.shape[1] > 1:
@@ -791,8 +805,9 @@ class Upsample(nnx.Module):
         Args:
             x: frames of clips, without the first one of a clip. The convolution does not read that
                 frame either: it sees zeros before the second one.
-            history: for a chunk of a clip: the frames before it, to which the call adds those for
-                the next chunk. None: `x` is whole clips but for their first frame.
+            history: for a chunk of a clip: the frames before it. The call appends the frames that
+                the next chunk needs to `history.after`. None: `x` is whole clips but for their
+                first frame.
 
         Returns:
             Twice as many frames, in the dtype of `x`.
@@ -831,9 +846,9 @@ class CausalConv(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it, to which the call adds those for
-                the next chunk (none if the kernel has one slice in time). None: `x` is whole clips,
-                with zeros before them.
+            history: for a chunk of a clip: the frames before it. The call appends the frames that
+                the next chunk needs to `history.after` (nothing if the kernel has one slice in
+                time). None: `x` is whole clips, with zeros before them.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
@@ -920,7 +935,8 @@ class PixelNorm(nnx.Module):
         self.gamma = param(jnp.ones((channels, *[1] * (axes - 1))), "gamma")
 
     def __call__(self, x: Float[Array, "b t h w c"]) -> Float[Array, "b t h w c"]:
-        """Applies norm and weight in float32, and rounds once, to the dtype of `x`.
+        """Applies RMS normalization over the channels, and the weight, in float32, and rounds once,
+        to the dtype of `x`.
 
         Args:
             x: clips with `channels` channels, of any floating-point dtype.

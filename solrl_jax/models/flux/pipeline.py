@@ -203,8 +203,8 @@ class FluxPipeline(Pipeline):
 
         Raises:
             InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
-                (The tokenizers that this package carries for `solrl plan` have none either, but
-                return zeros, because a plan needs only shapes.)
+                The tokenizers without a vocabulary that this package carries for `solrl plan` are
+                an exception: they return zeros, because a plan needs only shapes.
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],

@@ -79,9 +79,9 @@ class FluxConfig(TransformerConfig):
         """Rejects configurations that this port does not implement.
 
         Raises:
-            ValueError: `patch_size` is not 1; `in_channels` or `out_channels` is not a multiple of
-                4; or `axes_dims_rope` is not three positive even integers whose sum is
-                `attention_head_dim`. The message names the field.
+            ValueError: `patch_size` is not 1; `in_channels`, or `out_channels` unless it is None,
+                is not a multiple of 4; or `axes_dims_rope` is not three positive even integers
+                whose sum is `attention_head_dim`. The message names the field.
         """
         self.require(
             self.patch_size == 1, "patch_size", "1 (latents are packed two by two before it)"
@@ -110,7 +110,8 @@ class FluxTransformer2DModel(nnx.Module):
             kinds.
         gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored).
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError when the network is called.
         rngs: random number generators for the initial weights.
     """
 

@@ -29,8 +29,8 @@ class AutoencoderKLFlux2Config(KLConfig):
     value that is not supported; so does `read` for an unknown field.
 
     Attributes:
-        in_channels: channels of an image at the input of the encoder.
-        out_channels: channels of a decoded image.
+        in_channels: channels of an image at the input of the encoder, 3 by default.
+        out_channels: channels of a decoded image, 3 by default.
         down_block_types: "DownEncoderBlock2D" for every stage, the only supported value.
         up_block_types: "UpDecoderBlock2D" for every stage, the only supported value.
         block_out_channels: channels of each stage of the encoder, multiples of `norm_num_groups`.
@@ -41,14 +41,14 @@ class AutoencoderKLFlux2Config(KLConfig):
         act_fn: "silu", the only supported value.
         latent_channels: number of channels of the autoencoder's latents. The diffusion model's have
             four times as many.
-        norm_num_groups: number of groups of channels in every group normalization.
+        norm_num_groups: number of groups of channels in every group normalization, 32 by default.
         sample_size: side, or height and width, of the training images in pixels. It has no effect.
         force_upcast: whether the network needs float32. Pipelines then decode in float32, even if
             the rest of the model has another dtype (`Pipeline.vae_dtype`).
         use_quant_conv: whether the released network has a 1x1 convolution after its encoder. It has
             no effect here.
-        use_post_quant_conv: whether there is a 1x1 convolution before the decoder.
-        mid_block_add_attention: whether the coarsest resolution has attention.
+        use_post_quant_conv: whether there is a 1x1 convolution before the decoder, True by default.
+        mid_block_add_attention: whether the coarsest resolution has attention, True by default.
         batch_norm_eps: added to the variance by which each channel of the diffusion model's latents
             is normalized.
         batch_norm_momentum: has no effect; it served the training of the autoencoder.
@@ -115,7 +115,8 @@ class AutoencoderKLFlux2Config(KLConfig):
     @property
     def compression(self) -> int:
         """Side, in image pixels, of the square that one pixel of the diffusion model's latent
-        stands for: 2 to the power of the number of stages, 16 by default.
+        stands for: 2 to the power of the number of stages, 16 by default. This is twice the
+        compression of the autoencoder itself.
         """
         return self.spatial_compression * PATCH
 
@@ -136,8 +137,8 @@ class AutoencoderKLFlux2(AutoencoderKL):
         self.bn = BatchStatistics(config.channels, config.batch_norm_eps)
 
     def decode(self, latent: Float[Array, "b h w c"]) -> Float[Array, "b H W 3"]:
-        """Decodes latents of the diffusion model to images in [-1, 1] but for overshoots, which are
-        not clipped.
+        """Undoes the normalization of the diffusion model's latents, and decodes them to images in
+        [-1, 1] but for overshoots, which are not clipped.
 
         Args:
             latent: the latents as the transformer returns them: c is `config.channels`, ordered

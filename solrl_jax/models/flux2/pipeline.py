@@ -55,8 +55,8 @@ class Flux2KleinPipeline(Pipeline):
     The text encoder is Qwen3: three of its hidden states, concatenated, are the features of each
     text token. The distilled models (`is_distilled` in `model_index.json`, by default false) were
     trained to give guided results from one evaluation without a guidance scale; for them the
-    attribute `embedded_guidance` is True. The base models use classifier-free guidance, with two
-    evaluations.
+    attribute `embedded_guidance` (guidance is built into the transformer) is True. The base models
+    use classifier-free guidance, with two evaluations.
 
     `Flux2KleinPipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the
     layout of diffusers without reading a weight. It raises FileNotFoundError if a configuration
@@ -87,10 +87,10 @@ class Flux2KleinPipeline(Pipeline):
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
             ValueError: a configuration is unsupported; the text encoder does not have more than 27
-                layers; the tokenizer cannot be loaded, has no chat template (InputError) or has
-                tokens that the text encoder lacks; a width or number of channels of one component
-                is not what another one takes or returns; or `is_distilled` is neither true nor
-                false.
+                layers; the tokenizer cannot be loaded or has no chat template (both raise
+                InputError, a ValueError); the tokenizer has tokens that the text encoder lacks; a
+                width or number of channels of one component is not what another one takes or
+                returns; or `is_distilled` is neither true nor false.
         """
         super().__init__(folder, gradient_checkpointing)
         config = Flux2Config.read(folder / "transformer")
@@ -157,13 +157,13 @@ class Flux2KleinPipeline(Pipeline):
                 blocks and, under tensor parallelism, linear layers may still be sharded; all other
                 leaves are whole.
             latent: noisy latents [b, h, w, c] of any height and width.
-            conditioning: a dictionary with "text" [b, l, 3 d], three hidden states of Qwen3 side by
-                side, as returned by `encode_text`.
-            timestep: `1000 * sigma` of each latent, where the noise level sigma lies in [0, 1].
+            conditioning: a dictionary with "text" [b, l, 3 d], three hidden states of Qwen3 (d
+                features each) side by side, as returned by `encode_text`.
+            timestep: `1000 * sigma` of each latent [b], where the noise level sigma lies in [0, 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
             The velocity, of the shape of `latent`.
@@ -195,8 +195,9 @@ class Flux2KleinPipeline(Pipeline):
 
         Raises:
             InputError: `max_tokens` is above 4096, or the tokenizer fails or has no usable chat
-                template or no vocabulary. (The tokenizers that this package carries for `solrl
-                plan` have no vocabulary either, but return zeros and a mask that is all true.)
+                template or no vocabulary. The tokenizers without a vocabulary that this package
+                carries for `solrl plan` are an exception: they return zeros and a mask that is all
+                true.
         """
         texts = chat(self.tokenizer, prompts, enable_thinking=False)
         return tokenize(self.tokenizer, texts, max_tokens)

@@ -41,10 +41,10 @@ class Flux2Config(TransformerConfig):
     """The configuration of FLUX.2's transformer: the fields of a published
     `transformer/config.json`.
 
-    The defaults are those of diffusers. The default of `guidance_embeds` is not supported, so a
-    file has to set it to false. A token has `attention_head_dim * num_attention_heads` features.
-    The constructor raises ValueError for a value that is not supported; so does `read` for an
-    unknown field.
+    The defaults are those of diffusers. The default of `guidance_embeds` (True) is not supported,
+    so a file or a call of the constructor has to set it to False. A token has `attention_head_dim *
+    num_attention_heads` features. The constructor raises ValueError for a value that is not
+    supported; so does `read` for an unknown field.
 
     Attributes:
         patch_size: 1, the only supported value.
@@ -61,7 +61,8 @@ class Flux2Config(TransformerConfig):
         mlp_ratio: hidden width of the MLPs (after their gate), divided by the number of features of
             a token.
         axes_dims_rope: rotary embedding: how many features of a head are rotated by each of the
-            four coordinates of a position. Positive even numbers with the sum `attention_head_dim`.
+            four coordinates of a position (reference image, row, column, place in the text).
+            Positive even numbers with the sum `attention_head_dim`.
         rope_theta: base of the rotary frequencies.
         eps: 1e-6, the only supported value: epsilon of all norms.
         guidance_embeds: whether the network takes the guidance scale as an input; only False is
@@ -129,7 +130,8 @@ class Flux2Transformer2DModel(nnx.Module):
             kinds.
         gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored).
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError when the network is called.
         rngs: random number generators for the initial weights.
     """
 
@@ -166,7 +168,7 @@ class Flux2Transformer2DModel(nnx.Module):
         *,
         fp8_attention: bool = False,
     ) -> Float[Array, "b h w out"]:
-        """Predicts the velocity `noise - x0` at `latent`.
+        """Predicts the velocity `noise - x0` at `latent`. The network takes no guidance scale.
 
         Args:
             latent: noisy latents of any height and width; c is `in_channels`. Each pixel becomes
@@ -175,11 +177,12 @@ class Flux2Transformer2DModel(nnx.Module):
                 is attended to.
             timestep: `1000 * sigma` of each latent, in [0, 1000].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
-            The velocity, in the dtype of `latent`: out is `config.num_out_channels`.
+            The velocity, in the dtype of `latent`: out is `config.out_channels`, or
+            `config.in_channels` if that is None.
 
         Raises:
             ValueError: the size of the mesh axis `sequence` does not divide the number of image
@@ -299,11 +302,11 @@ class Flux2Block(nnx.Module):
                 attention, then of the MLP.
             image_vectors: six vectors that modulate the image: shift, scale and gate of the
                 attention, then of the MLP.
-            rotation: cosines and sines of the rotary angles of the l + n positions, text first: two
-                float32 arrays [b or 1, l + n, head_dim / 2].
+            rotation: cosines and sines of the rotary angles of the l + n tokens in `text` and
+                `image`, text first: two float32 arrays [b or 1, l + n, head_dim / 2].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
             The text tokens and the image tokens after the block, each with the shape and dtype of
@@ -361,8 +364,8 @@ class Flux2SingleBlock(nnx.Module):
             rotation: cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
             The tokens after the block, of the shape and dtype of `x`.

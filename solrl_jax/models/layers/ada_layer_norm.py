@@ -16,9 +16,11 @@ class AdaLayerNorm(nnx.Module):
     """A layer norm whose modulation (shifts, scales, gates) is computed from a condition vector by
     a linear layer: adaLN-Zero (arXiv 2212.09748, section 3.2).
 
-    `vectors(condition)` returns all modulation vectors. The call `norm(x, shift, scale)` takes two
-    of them; gates are left to the caller. The norm has no weights of its own, and its epsilon is
-    1e-6. The initial weights of the linear layer are not zero, unlike in the paper.
+    `vectors(condition)` returns all modulation vectors, a list of arrays [b, 1, d] in the order of
+    the linear layer's output. The call `norm(x, shift, scale)` takes two of them. The caller
+    applies SiLU to the condition before, and the gates after. The norm has no weights of its own,
+    and its epsilon is 1e-6. The initial weights of the linear layer are not zero, unlike in the
+    paper.
 
     Args:
         d: The number of features of the tokens and of the condition.
@@ -69,8 +71,9 @@ class AdaLayerNorm(nnx.Module):
 
         Args:
             x: The tokens before the norm, of any floating-point dtype.
-            shift: The shift of each sample and feature, one of `vectors`.
-            scale: The scale of each sample and feature, one of `vectors`.
+            shift: The shift of each sample and feature, one of the arrays that the method `vectors`
+                returns.
+            scale: The scale of each sample and feature, another of these arrays.
 
         Returns:
             The lazy activation [b, s, d], in the dtype of `x`.

@@ -174,7 +174,7 @@ def _attend(
 
     Args:
         q: queries, [b, t, n, h].
-        k: keys, [b, s, kv, h].
+        k: keys, [b, s, kv, h]; kv divides n, and is n under sequence parallelism.
         v: values, [b, s, kv, h].
         mask: which keys queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or int
             [b], the number of leading valid keys; None: all keys.
@@ -388,10 +388,10 @@ def _attend_to_all(
     device calls them with its own rows and heads. The gradients of keys and values are sums over
     the queries of all devices. Kernels round these sums, so they must not be split. In the backward
     pass, devices therefore exchange their queries (an all-to-all), and each runs the kernel again
-    for all queries of some pairs of a sample and a head. Pairs are repeated if their number is not
-    a multiple of the number of devices. JAX adds up the gradients of keys and values over the
-    devices, so they are gathered on the first device, and the others return zeros. The result is
-    named "matmul", so gradient checkpointing "matmuls" keeps it.
+    for some (sample, head) pairs, with the queries of all devices. Pairs are repeated if their
+    number is not a multiple of the number of devices. JAX adds up the gradients of keys and values
+    over the devices, so they are gathered on the first device, and the others return zeros. The
+    result is named "matmul", so gradient checkpointing "matmuls" keeps it.
 
     Args:
         q: Queries of the tokens of this device [b, t, n, h].
@@ -400,7 +400,8 @@ def _attend_to_all(
         mask: Which keys queries attend to: a Boolean matrix [1 or b, 1, 1, s], or int [b], the
             number of leading valid keys. None: all keys.
         scale: The factor of the logits.
-        gradient: Whether a gradient may be taken.
+        gradient: Whether a gradient may be taken. If so, operands are passed to cuDNN in the form
+            that its gradient requires.
 
     Returns:
         The attended values [b, t, n, h], in the dtype of `q`.

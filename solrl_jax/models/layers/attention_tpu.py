@@ -125,8 +125,8 @@ def block_size(length: int, limit: int) -> int:
 
 
 def _block_limits(q: Float[Array, "..."]) -> BlockLimits:
-    """Returns the limits of blocks for queries [..., h]: smaller ones for float32, and for heads of
-    more than 128 features h.
+    """Returns the limits of blocks for queries [..., h], by their dtype and h alone: smaller ones
+    for float32, and for heads of more than 128 features h.
     """
     is_wide = q.dtype == jnp.float32
     if q.shape[-1] > TILE:
@@ -145,7 +145,8 @@ def _attend(scale: float, *arrays: Array) -> Float[Array, "b n t h"]:
         scale: The factor of the logits.
         *arrays: Four arrays: queries [b, n, t, h], keys [b, n, s, h], values [b, n, s, h], and an
             int32 mask [b, s], which is 0 for keys that queries attend to and 1 for all others. t
-            and s are multiples of their `block_size` for the limit `BlockLimits.forward`.
+            and s are multiples of `block_size(t, limit)` and `block_size(s, limit)`, where limit is
+            the `forward` of `_block_limits`.
 
     Returns:
         The attended values [b, n, t, h], in the dtype of the queries.
@@ -174,8 +175,9 @@ def _kernel(
 
     Args:
         scale: The factor of the logits.
-        q: Queries [b, n, t, h]; t is a multiple of its `block_size` for `BlockLimits.forward`.
-        k: Keys [b, n, s, h]; s is a multiple of its `block_size` for this limit, too.
+        q: Queries [b, n, t, h]; t is a multiple of `block_size(t, limit)`, where limit is
+            `_block_limits(q).forward`.
+        k: Keys [b, n, s, h]; s is a multiple of `block_size(s, limit)`, with the same limit.
         v: Values [b, n, s, h].
         masked: int32 [b, s], 0 for keys that queries attend to, 1 for all others.
 
@@ -203,7 +205,10 @@ def _kernel(
 
 
 def _largest_divisor(block: int, limit: int) -> int:
-    """Returns the largest multiple of 128 (`TILE`) up to a limit that divides a block. Both are
-    multiples of 128 themselves.
+    """Returns the largest multiple of 128 (`TILE`) that divides `block` and is at most `limit`.
+
+    Args:
+        block: The number of positions of a block, a multiple of 128.
+        limit: The largest number to return, a multiple of 128.
     """
     return next(size for size in range(limit, 0, -TILE) if block % size == 0)

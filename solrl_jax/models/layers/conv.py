@@ -13,9 +13,11 @@ _LAYOUT = ("NHWC", "HWIO", "NHWC")  # of inputs, kernels and outputs
 
 
 class Conv(nnx.Module):
-    """A 2-D convolution with zero padding of `kernel // 2` on each side.
+    """A 2-D convolution of images [b, h, w, channels], with zero padding of `kernel // 2` on each
+    side.
 
-    It computes in the dtype of its input. The bias is zero at first.
+    It computes in the dtype of its input. The weight is [kernel, kernel, n_in, n_out]. The bias is
+    zero at first.
 
     Args:
         n_in: The number of input channels.
@@ -45,7 +47,8 @@ class Conv(nnx.Module):
         self.padding = kernel // 2
 
     def __call__(self, x: Float[Array, "b h w n_in"]) -> Float[Array, "b h2 w2 n_out"]:
-        """Convolves images, and adds the bias if there is one.
+        """Convolves images, zero-padded on each side by half of the kernel's side (rounded down).
+        Adds the bias if there is one.
 
         Args:
             x: The images, with `n_in` channels.

@@ -117,8 +117,8 @@ class TextProjection(nnx.Module):
 
 
 class TimestepMLP(nnx.Module):
-    """Embeds one number per sample, a timestep or a guidance scale, as a vector: 256 sinusoids,
-    then an MLP with SiLU.
+    """Embeds one number per sample, a timestep (0 to 1000) or a guidance scale (times 1000), as a
+    vector: 256 sinusoids, then an MLP with SiLU.
 
     Args:
         d: The number of hidden and output features.
@@ -133,7 +133,8 @@ class TimestepMLP(nnx.Module):
         """Embeds one number per sample: 256 sinusoids, then an MLP with SiLU.
 
         Args:
-            value: The numbers, e.g. timesteps from 0 to 1000, which need not be whole.
+            value: The numbers, e.g. timesteps from 0 to 1000, or guidance scales times 1000. They
+                need not be whole.
             dtype: The dtype in which the MLP computes and of the result. The sinusoids are computed
                 in float32.
 

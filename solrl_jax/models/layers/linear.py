@@ -49,8 +49,9 @@ class Linear(nnx.Module):
             weight).
 
         Raises:
-            ValueError: If `x` is not of a floating-point dtype; or if it does not have `n_in`
-                features and the weight is in NVFP4.
+            ValueError: If the array `x` is not of a floating-point dtype; or if it does not have
+                `n_in` features and the weight is in NVFP4. (NVFP4 does not always detect that a
+                lazy activation has a wrong number of features.)
             TypeError: If `x` does not have `n_in` features and the weight is not in NVFP4.
         """
         if isinstance(x, LazyActivation):
@@ -61,8 +62,9 @@ class Linear(nnx.Module):
     def lazy(self, x: Activation) -> LazyActivation:
         """Applies the layer, and returns `x W + b` as a lazy activation.
 
-        The matmul is computed now. The addition of the bias and the scales of a matmul in FP8 or
-        NVFP4 are left to the layer that reads the result, whose kernel does them on the fly.
+        The matmul is computed now, in INT8 with its scales. The addition of the bias and the scales
+        of a matmul in FP8 or NVFP4 are left to the layer that reads the result, whose kernel does
+        them on the fly.
 
         Args:
             x: The input [b, s, in], an array or a lazy activation (one that is computed when it is
@@ -99,7 +101,7 @@ class Linear(nnx.Module):
     @property
     def is_quantized(self) -> bool:
         """Whether the weight is quantized, in any format. If so, no gradient may be taken of the
-        layer's result. A weight with a LoRA adapter and a `HalfPrecisionWeight` (FP16 or BF16) are
-        not quantized.
+        layer's result. A weight with a LoRA adapter (whose base is never quantized) and a
+        `HalfPrecisionWeight` (FP16 or BF16) are not quantized.
         """
         return isinstance(self.kernel.get_value(), Quantized)

@@ -18,7 +18,7 @@ class AttentionProjections(nnx.Module):
     and from the attended values to the output.
 
     A base class: subclasses compute the attention itself. The output layer is `to_out[0]`, as in
-    diffusers, and always has a bias.
+    diffusers. It leads back to the first of the three widths, and always has a bias.
 
     Args:
         widths: Three numbers of features: of a token of the attending sequence, of a token of the
@@ -87,8 +87,8 @@ class LinearAttention(AttentionProjections):
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
             together.
-        bias: Whether the linear layers to queries, keys and values have biases. The output layer
-            always has one.
+        bias: Whether the linear layers to queries, keys and values have biases, True by default.
+            The output layer always has one.
         eps: The epsilon of the norms, 1e-5 by default.
         rngs: Random number generators for the initial weights.
     """
@@ -120,8 +120,8 @@ class CrossAttention(AttentionProjections):
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
             together.
-        bias: Whether the linear layers to queries, keys and values have biases. The output layer
-            always has one.
+        bias: Whether the linear layers to queries, keys and values have biases, True by default.
+            The output layer always has one.
         eps: The epsilon of the norms, 1e-5 by default.
         rngs: Random number generators for the initial weights.
     """
@@ -134,12 +134,14 @@ class CrossAttention(AttentionProjections):
     ) -> Float[Array, "b n d"]:
         """Applies softmax attention from image tokens to text tokens, and the output layer.
 
-        No gradient may be taken of the result if the linear layers are quantized.
+        If the linear layers are quantized, no gradient may be taken of the result, because
+        quantized matmuls have none.
 
         Args:
             x: The image tokens, which attend. Under sequence parallelism, those of this device.
             text: The text tokens, which are attended to, in the dtype of `x`. Every device has all
-                of them. They may have another number of features than the image tokens.
+                of them. They may have another number of features (the second of `widths`) than the
+                image tokens.
             mask: True for text tokens, False for padding, which is not attended to. None: all text
                 tokens are attended to.
 

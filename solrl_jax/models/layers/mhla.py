@@ -28,7 +28,8 @@ EPS = 1e-6  # added to the ReLU of queries and keys, and to the denominator
 
 @dataclasses.dataclass(frozen=True)
 class Mhla:
-    """How MHLA replaces SANA's linear attention (configuration section `model`).
+    """How MHLA replaces SANA's linear attention (`model.mhla_blocks`, `model.mhla_released` and
+    `model.mhla_norm` of the configuration).
 
     MHLA divides the tokens of an image into M equal blocks. Linear attention has one sum over all
     keys; here each block has its own, and the queries of block i read the mixture of these sums
@@ -62,13 +63,14 @@ class BlockMixing(AttentionProjections):
     The new parameters are the matrix `mix` [M, M] for M blocks and the convolution `lepe`. When a
     checkpoint without MHLA is loaded, they get values with which the network starts near the one
     without MHLA: `mix` falls linearly with the distance between blocks (`initial_mix`), and `lepe`
-    is zero (or, in the released variant, the identity). The constructor sets `mix` to zero and
-    `lepe` to random values.
+    is zero (or, with `mhla.released_variant`, the identity). The constructor sets `mix` to zero and
+    the filters of `lepe` to random values.
 
     Args:
         mhla: The settings of MHLA (`Mhla`).
         layout: (blocks from top to bottom, blocks from left to right), whose product is
-            `mhla.blocks`. It is the same for all image sizes.
+            `mhla.blocks`. It is the same for all image sizes, so the rows and columns of tokens
+            must be multiples of these two numbers.
         widths: `(d, d, inner)`: d features of a token, given twice, and inner features of all heads
             together.
         heads: The number of heads, a divisor of the third width.

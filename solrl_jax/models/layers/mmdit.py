@@ -67,7 +67,7 @@ class JointBlock(nnx.Module):
         """Applies joint attention of text and image, then an MLP to each stream.
 
         Attention and MLP read modulated norms; their results, times gates, are added to the
-        streams.
+        streams. A `dual` block also adds a second attention, among the image tokens alone.
 
         Args:
             text: The text tokens.
@@ -77,14 +77,14 @@ class JointBlock(nnx.Module):
                 timestep, pooled text and, in FLUX.1-dev, guidance scale.
             rotation: Cosines and sines of the rotary angles of the l + n positions, text first: two
                 float32 arrays [b or 1, l + n, head_dim / 2]. None: no rotary positions. The second
-                attention of a `dual` block has none in any case.
+                attention has none in any case.
             fp8_attention: Whether all attention is computed in FP8: queries, keys, values and
                 result are in E4M3. No gradient may be taken. Accelerators without FP8 attention
                 compute in BF16 from the rounded inputs.
 
         Returns:
-            The text tokens (unchanged if the block is the `last`) and the image tokens after the
-            block, each with the shape and dtype of its input.
+            The text tokens (unchanged if the block was built with `last`) and the image tokens
+            after the block, each with the shape and dtype of its input.
         """
         image_vectors = self.norm1.vectors(condition)
         shift, scale, gate, shift_ff, scale_ff, gate_ff = image_vectors[:6]

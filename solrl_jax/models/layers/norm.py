@@ -187,8 +187,8 @@ class RMSNorm(nnx.Module):
         self.offset = offset
 
     def __call__(self, x: Float[Array, "... d"]) -> Float[Array, "... d"]:
-        """Divides by the root mean square of the last axis, multiplies by the weight plus `offset`,
-        and adds the bias if there is one.
+        """Divides by the root mean square of the last axis (with `eps` added to the mean of the
+        squares), multiplies by the weight plus `offset`, and adds the bias if there is one.
 
         Args:
             x: An array of any rank and floating-point dtype.
@@ -207,7 +207,7 @@ class RMSNorm(nnx.Module):
         """Returns `norm(x) * factor` as a lazy activation, which is not computed until a layer
         reads it.
 
-        The norm includes its weight (plus `offset`). A bias is ignored.
+        The norm includes its weight (plus `offset`, the constructor's constant). A bias is ignored.
 
         Args:
             x: Activations before the norm, of any floating-point dtype.
@@ -225,9 +225,10 @@ class RMSNorm(nnx.Module):
         return normed if factor is None else normed.map(jnp.multiply, factor)
 
     def per_head(self, x: LazyActivation) -> LazyActivation:
-        """Normalizes each attention head on its own. Bias and offset of the norm are ignored.
+        """Normalizes each attention head on its own.
 
-        The weight has the size of one head, and is the same for all heads.
+        The weight has the size of one head, and is the same for all heads. The norm must have no
+        bias and no `offset` (the constant that is added to the weight): both would be ignored.
 
         Args:
             x: Queries or keys [b, s, n * features], heads side by side; `features` is the size of a

@@ -16,14 +16,17 @@ def param(
     """Creates a parameter with metadata about its form in PyTorch checkpoints, for
     `models.loading.weights`.
 
-    Every argument but `value` becomes metadata of the same name. Two more, `below_stack` and
-    `first_layer`, are for parameters in a stack of blocks, and are set by `stack`.
+    Every argument but `value` becomes metadata of the same name. Two more are for parameters in a
+    stack of blocks, and are set by `stack`: `below_stack`, the number of parts of the parameter's
+    path within a block (0 outside of stacks), and `first_layer`, the index of the stack's first
+    layer in a PyTorch list that it shares with other stacks (None if there are no others).
 
     Args:
         value: The initial value, with the shape and the order of axes that the parameter has in
             this package.
         torch_name: The last part of the parameter's name in PyTorch, for example "weight".
-        layout: How the order of the axes in PyTorch differs from that here. One of:
+        layout: How the order of the axes in PyTorch differs from that here. It is not checked. One
+            of:
 
             * "same": not at all.
             * "linear": [out, in] there, [in, out] here.

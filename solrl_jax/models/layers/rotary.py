@@ -77,16 +77,19 @@ def rotate_pairs(
 def rotate_by_matmul(
     x: Float[Array, "... d"], cos: Float[Array, "... half"], sin: Float[Array, "... half"]
 ) -> Float[Array, "... d"]:
-    """Computes `rotate_pairs` with a matmul that swaps the features of each pair.
+    """Rotates each pair of neighboring features of each head as `rotate_pairs` does, with a matmul
+    that swaps the features of each pair.
 
     TPUs keep the last axis in registers of 128 lanes, so that an axis for the two features of a
     pair would leave 126 of them empty. The swap is exact: its matrix has one 1 or -1 per column.
     Results and gradients are those of `rotate_pairs`, to the bit.
 
     Args:
-        x: Queries or keys [..., d], as for `rotate_pairs`.
-        cos: The cosines of the angles [..., half]. No gradient is computed for them.
-        sin: The sines of the angles [..., half]. No gradient is computed for them.
+        x: Queries or keys [..., d]. The last axis holds heads of `2 * half` features side by side.
+        cos: The cosines of the angles of each position [..., half]: one angle per pair of features
+            of a head, the same for all heads. The leading axes broadcast against those of `x`. No
+            gradient is computed for them.
+        sin: The sines of the angles, as `cos`.
 
     Returns:
         The rotated array, of the shape and dtype of `x`. Where a feature is not finite, more
@@ -131,7 +134,8 @@ rotate_by_matmul.defvjp(_rotate_forward, _rotate_backward)
 
 
 def rotate(x: LazyActivation, rotation: Rotation | None, start: int = 0) -> LazyActivation:
-    """Rotates queries or keys by the angles of their positions (rotary embedding).
+    """Rotates each pair of neighboring features of queries or keys by the angles of their positions
+    (rotary embedding, `rotate_pairs`).
 
     Args:
         x: Queries or keys [b, s, d], heads side by side.

@@ -75,7 +75,8 @@ def attend(
         *streams: One list [queries, keys, values] per stream, in the order of the sequence. Each is
             [b, s_i, d], with heads side by side.
         key_lengths: The number of leading keys of the sequence (of all devices) that each sample
-            attends to, at least 1. None: all. Ignored with `fp8_attention`.
+            attends to, at least 1. None: all. With `fp8_attention` it is ignored, and all keys are
+            attended to.
         fp8_attention: Whether attention is computed in FP8: queries, keys, values and result are in
             E4M3. No gradient may be taken. Accelerators without FP8 attention compute in BF16 from
             the rounded inputs.
@@ -149,7 +150,8 @@ class QKVProjection(nnx.Module):
 
         Returns:
             A list [queries, keys, values] of lazy activations [b, s, d] with the heads side by
-            side.
+            side. The matmuls are computed now; biases, norms and rotations are computed when the
+            attention reads them.
         """
         return project_qkv(
             x, self.to_q, self.to_k, self.to_v, self.norm_q, self.norm_k, rotation, start
@@ -166,7 +168,7 @@ class SelfAttention(QKVProjection):
         normed: Whether each head of queries and keys is normalized (RMSNorm).
         projected: Whether there is an output layer, `to_out[0]`. If not, the call returns the heads
             side by side.
-        bias: Whether the linear layers have biases.
+        bias: Whether the linear layers, the output layer included, have biases.
         eps: The epsilon of the norms, 1e-6 by default.
         rngs: Random number generators for the initial weights.
     """
@@ -203,7 +205,8 @@ class SelfAttention(QKVProjection):
             rotation: Cosines and sines of the rotary angles of the s positions: two float32 arrays
                 [b or 1, s, head_dim / 2]. None: no rotation.
             key_lengths: The number of leading tokens (of all devices) that each sample attends to,
-                at least 1. None: all. Ignored with `fp8_attention`.
+                at least 1. None: all. With `fp8_attention` it is ignored, and all tokens are
+                attended to.
             fp8_attention: Whether attention is computed in FP8: queries, keys, values and result
                 are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
                 BF16 from the rounded inputs.
@@ -234,7 +237,7 @@ class JointAttention(QKVProjection):
             `head_dim`.
         head_dim: The number of features of one head.
         normed: Whether each head of queries and keys is normalized (RMSNorm).
-        bias: Whether the linear layers have biases.
+        bias: Whether the linear layers, the output layers included, have biases.
         last: Whether to leave out the text's output layer, because the text's output is not needed.
         rngs: Random number generators for the initial weights.
     """

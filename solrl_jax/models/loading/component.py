@@ -71,8 +71,8 @@ class Component:
             locate: finds the network's tensors in the files: a function `(source, state of the
                 network)` that returns a list with a `ParameterEntry` per parameter, and a
                 dictionary with the position (`StoredTensor`) of each tensor under its name. It
-                raises ValueError for tensors that do not fit. The default expects the tensor names
-                of PyTorch.
+                raises ValueError for tensors that do not fit. `check_files` and `load` call it. The
+                default expects the tensor names of PyTorch.
 
         Returns:
             The component, with the structure and the abstract state of the network.
@@ -91,6 +91,10 @@ class Component:
         Returns:
             An `nnx.Module` of the class that `build` constructed, whose parameters are those in
             `params`.
+
+        Raises:
+            ValueError: `params` has fewer or more parameters than the network. Wrong names are not
+                noticed if the number is right.
         """
         return nnx.merge(self.graphdef, params)
 
@@ -119,8 +123,8 @@ class Component:
             dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
             place: gives each parameter's sharding: a function `(path, shape)` that returns a
                 `NamedSharding`. The path is a tuple such as ("layers", "mlp", "up_proj", "kernel"),
-                and the shape of a stack of layers has their axis first. None: all parameters are on
-                JAX's default device, in each process.
+                and the shape of a stacked parameter begins with the number of layers. None: all
+                parameters are on JAX's default device, in each process.
 
         Returns:
             The parameters as nested dictionaries keyed by module name or, in a list of modules, by
@@ -143,7 +147,9 @@ class Component:
         Args:
             dtype: dtype of the parameters.
             place: gives each parameter's sharding: a function `(path, shape)` that returns a
-                `NamedSharding`, as for `load`. None: no shardings.
+                `NamedSharding`. The path is a tuple such as ("layers", "mlp", "up_proj", "kernel"),
+                and the shape of a stacked parameter begins with the number of layers. None: no
+                shardings.
 
         Returns:
             Nested dictionaries keyed by module name or, in a list of modules, by index (an int),

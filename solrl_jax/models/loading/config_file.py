@@ -286,7 +286,8 @@ def _describe(annotation: Any) -> str:
     """Describes the values of an annotated type, for error messages: for example "a positive
     integer" for int, or "a list of strings" for tuple[str, ...].
 
-    None is "None". The options of a union are joined by " or ".
+    None is "None". The options of a union are joined by " or ". An integer is called positive
+    because `ReleasedConfig.from_dict` refuses integers below 1 outside of lists.
 
     Args:
         annotation: int, float, str, bool, None, tuple[TYPE, ...], or a union of these.

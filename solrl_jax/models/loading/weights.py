@@ -137,8 +137,8 @@ def parameter_table(state: nnx.State) -> list[ParameterEntry]:
             Arrays may be abstract.
 
     Returns:
-        One entry per parameter, in the order of `nnx.to_flat_state`. A stack of layers has one
-        entry per parameter of a layer.
+        One entry per parameter, in the order of `nnx.to_flat_state`. In a stack of n layers, the
+        same parameter of all layers has one entry, with n PyTorch names.
     """
     table = []
     for path, variable in nnx.to_flat_state(state):
@@ -341,24 +341,25 @@ def load_tensors(
 
     With `place`, all processes of a run must call it with the same arguments. Each reads only the
     rows of the stored tensors that its own devices need, and sends them to the devices in chunks of
-    about 256 MiB (`CHUNK_BYTES`). A parameter is sent at once if it is small, or if it is neither
-    stacked nor stored in this package's order of axes. Without `place`, one whole parameter at a
-    time is in host memory.
+    about 256 MiB (`CHUNK_BYTES`). A parameter is not divided into chunks if it is small, or if it
+    is neither stacked nor stored in this package's order of axes. Without `place`, one whole
+    parameter at a time is in host memory.
 
     Args:
         table: the parameters to read, with the tensor names in the files.
-        stored: position of each tensor in the files, by its name. A parameter with an initial value
-            is initialized if its first tensor is missing here.
+        stored: position of each tensor in the files, by its name. The tensors must fit the table,
+            which `locate_tensors` checks. A parameter with an `initializer` is initialized if its
+            first tensor is missing here.
         dtype: dtype to which the parameters are cast. Values beyond its range become infinite.
         place: gives each parameter's sharding: a function `(path, shape)` that returns a
-            `NamedSharding`. The shape of a stack of layers has their axis first. None: all
-            parameters are on JAX's default device.
+            `NamedSharding`. The shape of a stacked parameter begins with the number of layers.
+            None: all parameters are on JAX's default device.
 
     Returns:
         The parameters as nested dictionaries keyed by the parts of their paths.
 
     Raises:
-        KeyError: a tensor of a parameter that is not initialized is not in `stored`.
+        KeyError: one of the tensors to read is not in `stored`.
         OSError: a file cannot be opened or read.
         ValueError: a file ends within a tensor.
     """
@@ -378,11 +379,11 @@ def load_parameter(
 
     With `place`, all processes of a run must call it with the same arguments. A large parameter
     then goes to the devices in chunks of about 256 MiB (`CHUNK_BYTES`) if it is stacked or its
-    layout is "same", otherwise at once.
+    layout is "same", otherwise in one piece.
 
     Args:
         entry: the parameter.
-        stored: position of each tensor in the files, by its name. A parameter with an initial value
+        stored: position of each tensor in the files, by its name. A parameter with an `initializer`
             is initialized if its first tensor is missing here.
         dtype: dtype to which the values are cast. Values beyond its range become infinite.
         place: gives the parameter's sharding: a function `(entry.path, entry.full_shape)` that
@@ -392,7 +393,7 @@ def load_parameter(
         The parameter, of shape `entry.full_shape`.
 
     Raises:
-        KeyError: the parameter is not initialized, and one of its tensors is not in `stored`.
+        KeyError: one of the tensors to read is not in `stored`.
         OSError: a file cannot be opened or read.
         ValueError: a file ends within a tensor.
     """

@@ -47,8 +47,8 @@ class QwenImageConfig(TransformerConfig):
         patch_size: 2, the only supported value: side of a patch in latent pixels.
         in_channels: number of input features of an image token: four times the channels of a
             latent.
-        out_channels: number of channels of the output latents; None: `in_channels`, four times
-            those of the input latents.
+        out_channels: number of channels of the output latents; None: `in_channels`, so four times
+            as many as the input latents have.
         num_layers: number of blocks.
         attention_head_dim: number of features of one attention head.
         num_attention_heads: number of attention heads.
@@ -291,9 +291,9 @@ class MaskedJointAttention(JointAttention):
         d: number of features of the tokens, and of all heads together, a multiple of `head_dim`.
         head_dim: number of features of one head.
         normed: whether each head of queries and keys is normalized (RMSNorm).
-        bias: whether the linear layers have biases.
-        last: must be False. True would leave out the output layer of the text, and `image_first`
-            would raise AssertionError.
+        bias: whether the linear layers, the output layers included, have biases; True by default.
+        last: must be False, the default. True would leave out the output layer of the text, and
+            `image_first` would raise AssertionError.
         rngs: random number generators for the initial weights.
     """
 

@@ -226,7 +226,7 @@ def _full_table(depth: int, ffn: str, qk_norm: bool) -> Table:
 
     Args:
         depth: number of blocks of the network.
-        ffn: layers of the native MLP: "conv" or "linear".
+        ffn: layers of the native MLP: "conv" (1x1 convolutions) or "linear" (linear layers).
         qk_norm: whether the network normalizes queries and keys.
 
     Returns:

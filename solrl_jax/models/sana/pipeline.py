@@ -34,11 +34,12 @@ class MhlaOverride:
     multi-head linear attention).
 
     Attributes:
-        mhla: the settings of MHLA: number of blocks, whether the released code is followed instead
-            of the paper, and whether norms of queries and keys are added to models without them.
+        mhla: the settings of MHLA (`Mhla`): the number of blocks (`blocks`), whether the released
+            code is followed instead of the paper (`released_variant`), and whether norms of queries
+            and keys are added to models without them (`add_norms`).
         size: (height, width) of images in pixels. It decides how many of the blocks lie from top to
-            bottom and how many from left to right, so that they are as square as possible; images
-            of other sizes are divided in the same way.
+            bottom and how many from left to right, so that they are as square as possible. The two
+            numbers are the same for images of all sizes.
     """
 
     mhla: Mhla
@@ -53,9 +54,10 @@ class SanaPipeline(Pipeline):
     (that of the scheduler included) or the tokenizer is missing, and ValueError if one is not
     supported or two do not fit together. `gradient_checkpointing` ("none", the default, "matmuls"
     or "blocks") says what the backward pass of the transformer recomputes; another value raises
-    KeyError while tracing. `mhla` is an `MhlaOverride`, or None, the default, to keep the linear
-    attention; ValueError is also raised if the image tokens of `mhla.size` cannot be divided into
-    the requested number of blocks. The attributes below are in addition to those of `Pipeline`.
+    KeyError while tracing. `mhla` is an `MhlaOverride`, which replaces the linear attention by MHLA
+    (token-level multi-head linear attention), or None, the default, to keep the linear attention;
+    ValueError is also raised if the image tokens of `mhla.size` cannot be divided into the
+    requested number of blocks. The attributes below are in addition to those of `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).
@@ -80,9 +82,10 @@ class SanaPipeline(Pipeline):
                 storing: "none" (nothing), "matmuls" (everything except matmuls and attention
                 kernels) or "blocks" (everything inside a block; only the inputs of blocks are
                 stored). Another value raises KeyError when the transformer is traced.
-            mhla: replaces the linear attention among image tokens by MHLA: its settings
-                (`mhla.mhla`), and the image size for which its blocks are arranged (`mhla.size`).
-                None keeps the linear attention.
+            mhla: replaces the linear attention among image tokens by MHLA, token-level multi-head
+                linear attention (arXiv 2601.07832): its settings (`mhla.mhla`), and the (height,
+                width) in pixels of the images for which its blocks are arranged (`mhla.size`). None
+                keeps the linear attention.
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
@@ -189,7 +192,8 @@ class SanaPipeline(Pipeline):
 
         Raises:
             ValueError: `fp8_attention` is set; or, while tracing, the size of the mesh axis
-                `sequence` does not divide the number of rows of tokens, or exceeds 1 with MHLA.
+                `sequence` does not divide the number of rows of tokens, or exceeds 1 although MHLA
+                replaces the linear attention.
             KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
                 "blocks".
         """
@@ -227,8 +231,8 @@ class SanaPipeline(Pipeline):
             tokens (the special one at its start included) adds `max(n - 2, 0)`.
 
         Raises:
-            InputError: `max_tokens` is out of range, or the tokenizer fails or is a `NoVocabulary`
-                outside of this package.
+            InputError: `max_tokens` is out of range, the tokenizer fails, or it is a `NoVocabulary`
+                (a stand-in for plans) and its folder is not one that this package carries.
         """
         texts = [prompt.lower().strip() for prompt in prompts]
         length = max_tokens
@@ -249,7 +253,8 @@ class SanaPipeline(Pipeline):
         Args:
             params: a dictionary with the parameters of Gemma under "text_encoder". Only those of
                 stacked blocks may still be sharded.
-            tokens: "ids", "mask" and "kept", one row per prompt, as `tokenize` returns them.
+            tokens: "ids", "mask" and "kept" (the positions of the l tokens per prompt that the
+                transformer sees), one row per prompt, as `tokenize` returns them.
 
         Returns:
             A dictionary for the l tokens in "kept": "text" [b, l, d], Gemma's last hidden states
@@ -264,7 +269,8 @@ class SanaPipeline(Pipeline):
         }
 
     def unscale(self, latent: Array) -> Array:
-        """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor`.
+        """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor`,
+        with the factor from `vae_config`.
 
         Args:
             latent: the transformer's latents [b, h, w, c].

@@ -121,12 +121,13 @@ class SanaTransformer2DModel(nnx.Module):
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
             (everything inside a block; only the inputs of blocks are stored). Another value raises
             KeyError in the call.
-        attention: function that builds the attention among the image tokens. It is called as
-            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`, like the constructor of
-            `LinearAttention`, where d is the number of features of a token, and of all heads
-            together. It returns a module, which is called as `module(tokens, (rows, columns))` with
-            a lazy activation [b, n, d] (one that is computed when it is read) and returns an array
-            of this shape. None: `LinearAttention`.
+        attention: function that builds the attention among the image tokens. It is called like the
+            constructor of `LinearAttention`: `attention((d, d, d), heads, normed=..., bias=...,
+            rngs=...)`. The widths are those of an attending token, of an attended token and of all
+            heads together, all d here; `normed` is whether queries and keys are normalized, and
+            `bias` is `config.attention_bias`. The module that it returns is called as
+            `module(tokens, (rows, columns))` with a lazy activation [b, n, d] (one that is computed
+            when it is read), and returns an array of this shape. None: `LinearAttention`.
         rngs: random number generators for the initial weights.
     """
 
@@ -176,8 +177,8 @@ class SanaTransformer2DModel(nnx.Module):
 
         Raises:
             ValueError: the size of the mesh axis `sequence` does not divide the number of rows of
-                tokens; or it exceeds 1, and the attention among the image tokens is MHLA
-                (`BlockMixing`).
+                tokens; or it exceeds 1, and the attention among the image tokens is MHLA,
+                token-level multi-head linear attention (`BlockMixing`).
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
@@ -223,12 +224,13 @@ class SanaBlock(nnx.Module):
     Args:
         config: configuration of the network (`SanaConfig`), for widths, heads, norms, biases and
             the ratio of the MLP.
-        attention: function that builds the attention among the image tokens. It is called as
-            `attention((d, d, d), heads, normed=..., bias=..., rngs=...)`, like the constructor of
-            `LinearAttention`, where d is the number of features of a token, and of all heads
-            together. It returns a module, which is called as `module(tokens, (rows, columns))` with
-            a lazy activation [b, n, d] (one that is computed when it is read) and returns an array
-            of this shape.
+        attention: function that builds the attention among the image tokens. It is called like the
+            constructor of `LinearAttention`: `attention((d, d, d), heads, normed=..., bias=...,
+            rngs=...)`. The widths are those of an attending token, of an attended token and of all
+            heads together, all d here; `normed` is whether queries and keys are normalized, and
+            `bias` is `config.attention_bias`. The module that it returns is called as
+            `module(tokens, (rows, columns))` with a lazy activation [b, n, d] (one that is computed
+            when it is read), and returns an array of this shape.
         rngs: random number generators for the initial weights.
     """
 
@@ -322,7 +324,8 @@ class PatchEmbed(nnx.Module):
 
 
 class TimeEmbedding(nnx.Module):
-    """Embeds the timestep, and computes from it the modulation vectors that all blocks share.
+    """Embeds the timestep, and computes from it the six modulation vectors of d features that all
+    blocks share.
 
     Args:
         d: number of features of a token.

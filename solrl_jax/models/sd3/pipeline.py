@@ -167,8 +167,8 @@ class StableDiffusion3Pipeline(Pipeline):
                 1].
             guidance: ignored: the transformer takes no guidance scale.
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
             The velocity, of the shape of `latent`.
@@ -206,8 +206,8 @@ class StableDiffusion3Pipeline(Pipeline):
             "text_encoder_3" (T5) [prompts, max_tokens], which is all zeros without T5.
 
         Raises:
-            InputError: `max_tokens` is out of range, or a tokenizer fails or is a `NoVocabulary`
-                outside of this package.
+            InputError: `max_tokens` is out of range, a tokenizer fails, or it is a `NoVocabulary`
+                (a stand-in for plans) and its folder is not one that this package carries.
         """
         tokens = {T5: np.zeros((len(prompts), max_tokens), "int32")}
         for name in self.text_encoders:
@@ -225,10 +225,11 @@ class StableDiffusion3Pipeline(Pipeline):
             tokens: the token numbers under these three names, as `tokenize` returns them.
 
         Returns:
-            A dictionary in the dtype of the CLIPs. "text" [b, l, d]: the CLIP tokens (the inputs of
-            the last layer, not normalized, both CLIPs side by side, padded with zeros to the width
-            d), followed by the T5 tokens (zeros without T5). "pooled" [b, e]: the projected states
-            of the end-of-text tokens, both CLIPs side by side.
+            A dictionary in the dtype of the CLIPs. "text" [b, `clip_tokens + max_tokens`, d], where
+            d is the transformer's `joint_attention_dim`: the CLIP tokens (the hidden states before
+            the last layer, not normalized, both CLIPs side by side, padded with zeros to d
+            features), followed by the T5 tokens (zeros without T5). "pooled" [b, e]: the projected
+            states of the end-of-text tokens, both CLIPs side by side.
         """
         clips = [self.text_encoders[name](params[name])(tokens[name]) for name in CLIPS]
         clip_text = jnp.concatenate([clip.penultimate for clip in clips], axis=-1)
@@ -245,7 +246,7 @@ class StableDiffusion3Pipeline(Pipeline):
 
     def unscale(self, latent: Array) -> Array:
         """Converts latents to the scale that the autoencoder decodes: `latent / scaling_factor +
-        shift_factor` (a shift of None is 0).
+        shift_factor`, both from `vae_config` (a shift of None is 0).
 
         Args:
             latent: the transformer's latents [b, h, w, c].

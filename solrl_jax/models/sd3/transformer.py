@@ -43,8 +43,8 @@ class SD3Config(TransformerConfig):
         attention_head_dim: number of features of one attention head.
         num_attention_heads: number of attention heads.
         joint_attention_dim: number of features of a text token, as the text encoders return it.
-        caption_projection_dim: number of features of a projected text token. Must be that of an
-            image token.
+        caption_projection_dim: number of features of a projected text token. Must be
+            `num_attention_heads * attention_head_dim`, as many as an image token has.
         pooled_projection_dim: number of features of the pooled text embedding.
         out_channels: number of channels of the output; None: as many as `in_channels`.
         pos_embed_max_size: greatest height and width of latents, in patches: positions are stored
@@ -139,8 +139,8 @@ class SD3Transformer2DModel(nnx.Module):
                 dtype of `latent`.
             timestep: `1000 * sigma` of each latent, in [0, 1000].
             fp8_attention: whether attention is computed in FP8: queries, keys, values and result
-                are in E4M3. No gradient may be taken. Accelerators without FP8 attention compute in
-                BF16 from the rounded inputs.
+                are in E4M3. No gradient may be taken, which is not checked. Accelerators without
+                FP8 attention compute in BF16 from the rounded inputs.
 
         Returns:
             The velocity, in the dtype of `latent`: out is `config.num_out_channels`.
@@ -188,8 +188,9 @@ def _stacks(config: SD3Config, rngs: nnx.Rngs) -> dict[str, JointBlock]:
         rngs: random number generators of the initial parameters.
 
     Returns:
-        The stacks in order, under the indices of their first and last block, such as "0-12". Each
-        is one `JointBlock` whose parameters have a leading axis of blocks, even for one block.
+        The stacks in order, under the indices of their first and last block, such as "0-12", or
+        "23-23" for one block. Each is one `JointBlock` whose parameters have a leading axis of
+        blocks, even for one block.
     """
 
     def make_block(rngs: nnx.Rngs, dual: bool, last: bool) -> JointBlock:

@@ -36,7 +36,7 @@ Encoding = dict[str, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """A folder with the encodings of prompts: one safetensors file per prompt, under a key
+    """A folder with the encodings of prompts: one safetensors file per prompt, named by its key
     (`key_of`).
 
     It also remembers the SHA-256 of weight files (`file_sha256`), in the subfolder `files`.
@@ -237,7 +237,8 @@ def _digest(arrays: Mapping[str, np.ndarray], prefix: str) -> str:
     Args:
         arrays: arrays by name. Names, dtypes, shapes and values are hashed. The order of the
             dictionary does not matter.
-        prefix: the text: the key of an entry; or, to compute a key, `TextEncoders.identity`.
+        prefix: the text. For the checksum of a cached encoding, its key. For the key itself, the
+            hash of the text encoders' weights, configurations and dtype (`TextEncoders.identity`).
 
     Returns:
         64 hexadecimal digits.

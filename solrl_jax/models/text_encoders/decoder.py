@@ -151,8 +151,7 @@ class GroupedQueryAttention(nnx.Module):
         Args:
             x: the normalized tokens, at positions 0 to l - 1.
             mask: true where a query (third axis) attends to a key (last axis), for every head. A
-                query without a key gets a mean of the values of all tokens (on TPUs without a
-                `softcap`, with the zeros that pad them).
+                query without a key gets the mean of the values of all tokens.
 
         Returns:
             One output per token, of the shape and dtype of `x`.

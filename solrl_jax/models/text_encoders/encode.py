@@ -60,7 +60,9 @@ class TextEncoders:
 
     @property
     def prompts_per_chunk(self) -> int:
-        """Number of prompts that all devices together encode at once: 8 per device."""
+        """Number of prompts that are encoded at once: 8 per device of `mesh`, in all processes of
+        the run together.
+        """
         return PROMPTS_PER_DEVICE * self.mesh.size
 
     def load_params(self) -> dict[str, Params]:
@@ -208,7 +210,7 @@ class TextEncoders:
         return len(missing)
 
     def _keys(self, tokens: Tokens) -> list[str]:
-        """Returns the keys under which the cache stores the encodings of prompts. Needs a cache.
+        """Returns the keys under which the cache stores the encodings of prompts.
 
         If the hashes of the weight files are not in the cache yet, the files are read and the
         hashes stored there.
@@ -221,6 +223,7 @@ class TextEncoders:
 
         Raises:
             InputError: a file of a text encoder is missing or cannot be read.
+            AssertionError: there is no cache.
         """
         count = len(next(iter(tokens.values())))
         return [

@@ -31,10 +31,10 @@ class Gemma2Config(ReleasedConfig):
     """The configuration of Gemma 2: the fields of a `config.json` (of transformers 4 or 5) that its
     hidden states depend on.
 
-    Other fields of the file are ignored, except those that would change the network (another
-    `model_type`, `quantization_config`, `use_bidirectional_attention`, a scaled rope), for which
-    `from_dict` raises ValueError. The constructor raises ValueError for a value that is not
-    supported. The defaults are those of Gemma 2 2B.
+    Other fields of the file are ignored, except those that would change the network (a `model_type`
+    other than "gemma2", a `quantization_config`, a true `use_bidirectional_attention`, a scaled
+    rotary embedding), for which `from_dict` raises ValueError. The constructor raises ValueError
+    for a value that is not supported. The defaults are those of Gemma 2 2B.
 
     Attributes:
         vocab_size: number of tokens in the vocabulary.
@@ -51,8 +51,9 @@ class Gemma2Config(ReleasedConfig):
         query_pre_attn_scalar: attention logits are divided by its square root.
         sliding_window: in layers with "sliding_attention", how many tokens a query attends to:
             itself and those just before it.
-        layer_types: the attention of each layer, "sliding_attention" or "full_attention". (), as in
-            files of transformers 4: they alternate, beginning with "sliding_attention".
+        layer_types: the attention of each layer, "sliding_attention" or "full_attention", one entry
+            per layer. (), as in files of transformers 4: the two alternate, beginning with
+            "sliding_attention".
         attn_logit_softcapping: a number c that replaces the attention logits by `c tanh(logits /
             c)`; None: no cap.
     """
@@ -82,8 +83,8 @@ class Gemma2Config(ReleasedConfig):
 
         Missing fields, and a `layer_types` of None, get their defaults. Unknown fields are ignored,
         except those that would change the network. `rope_theta` may also be inside
-        `rope_parameters` (or `rope_scaling`, if that is missing or empty), and takes precedence
-        there.
+        `rope_parameters` (or, if `rope_parameters` is missing or empty, inside `rope_scaling`), and
+        takes precedence there.
 
         Args:
             fields: the contents. They are not changed.
@@ -192,7 +193,7 @@ class Gemma2Model(nnx.Module):
         """Applies all layers and the last norm to embedded tokens.
 
         A token attends to itself and the tokens before it; in sliding layers, to the last
-        `sliding_window` of these.
+        `sliding_window` of these, itself included.
 
         Args:
             x: token embeddings times sqrt(d), as `embed` returns them.

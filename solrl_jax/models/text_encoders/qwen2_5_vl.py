@@ -77,8 +77,8 @@ class Qwen2_5_VLTextConfig(ReleasedConfig):
         Missing fields get their defaults, and unknown ones are ignored. A field that the mapping
         `text_config` (transformers 5) has is read from there, any other from the top level;
         `model_type` always from the top level. `rope_theta` may also be inside `rope_parameters`
-        (or `rope_scaling`, if that is missing or empty), and takes precedence there. Their type
-        "mrope" counts as not scaled.
+        (or, if `rope_parameters` is missing or empty, inside `rope_scaling`), and takes precedence
+        there. In both mappings, the `rope_type` (or `type`) "mrope" counts as not scaled.
 
         Args:
             fields: the contents, which are not changed.

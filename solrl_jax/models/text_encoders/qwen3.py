@@ -73,8 +73,8 @@ class Qwen3Config(ReleasedConfig):
         """Makes a configuration from the contents of a `config.json`, and checks it.
 
         Missing fields get their defaults, and unknown ones are ignored. `rope_theta` may also be
-        inside `rope_parameters` (or `rope_scaling`, if that is missing or empty), and takes
-        precedence there.
+        inside `rope_parameters` (or, if `rope_parameters` is missing or empty, inside
+        `rope_scaling`), and takes precedence there.
 
         Args:
             fields: the contents. They are not changed.
@@ -149,9 +149,10 @@ class Qwen3Model(nnx.Module):
 
     Args:
         config: configuration of the whole network (`Qwen3Config`).
-        states: indices of the hidden states to return, as in transformers: state 0 is the embedded
+        states: indices of the hidden states to return, in any order: state 0 is the embedded
             tokens, and state i the output of layer i, counted from 1, without a norm. The largest
-            index, which must be at least 1, is the number of layers that are built.
+            index, which must be at least 1, is the number of layers that are built. (It is not
+            compared with `config.num_hidden_layers`; `open_qwen3` does this.)
         rngs: random number generators for the initial weights.
     """
 

@@ -176,7 +176,8 @@ class T5EncoderModel(nnx.Module):
 
 class T5Stack(nnx.Module):
     """The layers of the encoder and the last normalization, without the token embedding. For T5, it
-    also holds the table of position biases that all layers share.
+    also holds the table of position biases that all layers share; for UMT5, each layer holds its
+    own.
 
     Args:
         config: configuration of the network: the number of layers, their widths and heads, and the
@@ -407,7 +408,7 @@ def relative_buckets(
         length: number of positions.
         count: number of buckets, 4 or more. If it is odd, the last one is not used.
         max_distance: distances of at least this many tokens share the last bucket of their half.
-            Must exceed `count // 4`.
+            Must exceed `count // 4`. (`T5Config` checks both arguments.)
 
     Returns:
         An int64 array [queries, keys] with numbers from 0 to `count - 1`.

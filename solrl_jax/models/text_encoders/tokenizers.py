@@ -31,7 +31,8 @@ def load_tokenizer(folder: Path) -> Any:
 
     Returns:
         The tokenizer of transformers. If `tokenizer_class` in `tokenizer_config.json` is
-        "NoVocabulary", a `NoVocabulary`, which returns zeros of the right shape for every text.
+        "NoVocabulary", a `NoVocabulary`: the stand-in for `solrl plan`, which returns zeros of the
+        right shape for every text.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
@@ -156,7 +157,8 @@ def tokenize(
 
     Raises:
         InputError: `length` is above 4096 or less than the number of special tokens; the tokenizer
-            fails; or it is a `NoVocabulary` outside of this package.
+            fails; or it is a `NoVocabulary` (a stand-in for plans) and `folder` is not one that
+            this package carries.
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.
         ValueError: the tokenizer cannot be loaded.
     """
@@ -199,8 +201,8 @@ def count_tokens(folder: Path, text: str) -> int:
         text: the text.
 
     Returns:
-        The number of tokens; for a `NoVocabulary`, a third of the number of characters, rounded
-        down.
+        The number of tokens; for a `NoVocabulary` (a stand-in without a vocabulary, for plans), a
+        third of the number of characters, rounded down.
 
     Raises:
         FileNotFoundError: the folder or its `tokenizer_config.json` is missing.

@@ -32,7 +32,7 @@ STD = 1.0333394966054072
 @dataclasses.dataclass(frozen=True)
 class ImageRewardConfig:
     """The sizes of the ImageReward network. The defaults are those of ImageReward v1.0, whose files
-    do not hold them all.
+    do not hold them all. The values are not checked.
 
     Attributes:
         image_size: Height and width of images in pixels, a multiple of `patch_size`.

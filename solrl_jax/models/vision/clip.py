@@ -56,8 +56,9 @@ ACTIVATIONS = {"quick_gelu": quick_gelu, "gelu": gelu}
 class TowerConfig(ReleasedConfig):
     """Base class: the configuration fields that CLIP's text tower and vision tower have in common.
 
-    The defaults are those of transformers, for fields that a `config.json` leaves out. The
-    constructor raises ValueError for a value that is not supported.
+    The defaults are those of transformers, for fields that a `config.json` leaves out. The first
+    four fields get theirs in the subclasses. The constructor raises ValueError for a value that is
+    not supported.
 
     Attributes:
         hidden_size: Number of features of a token, a multiple of `num_attention_heads`.
@@ -95,21 +96,23 @@ class CLIPTextConfig(TowerConfig):
     """The configuration of CLIP's text tower: a part of a CLIP's `config.json`, or the whole file
     of a text encoder.
 
-    The constructor raises ValueError for a value that is not supported.
+    The constructor raises ValueError for a value that is not supported. Unknown fields of a file
+    are ignored.
 
     Attributes:
         hidden_size: Number of features of a token, a multiple of `num_attention_heads`.
         intermediate_size: Hidden width of the MLPs.
         num_hidden_layers: Number of layers.
         num_attention_heads: Number of attention heads.
-        hidden_act: Activation of the MLPs: "quick_gelu" or "gelu".
-        layer_norm_eps: Epsilon of the layer norms.
+        hidden_act: Activation of the MLPs: "quick_gelu" (the default) or "gelu".
+        layer_norm_eps: Epsilon of the layer norms, 1e-5 by default.
         vocab_size: Number of tokens in the vocabulary.
         max_position_embeddings: Greatest number of tokens of a text.
         eos_token_id: Number of the end-of-text token. 2, a wrong value in old files, stands for the
             highest token number that a text has.
-        projection_dim: For a `CLIPTextModelWithProjection`: number of features of its projected
-            state. (A whole CLIP has its own field of this name.)
+        projection_dim: Number of features of the projected state of a
+            `CLIPTextModelWithProjection`. `CLIPTextModel` ignores it, and a whole CLIP reads the
+            field of this name in `CLIPConfig` instead.
     """
 
     network = "CLIPTextModel"
@@ -129,15 +132,16 @@ class CLIPTextConfig(TowerConfig):
 class CLIPVisionConfig(TowerConfig):
     """The configuration of CLIP's vision tower: a part of a CLIP's `config.json`.
 
-    The constructor raises ValueError for a value that is not supported.
+    The constructor raises ValueError for a value that is not supported. Unknown fields of a file
+    are ignored.
 
     Attributes:
         hidden_size: Number of features of a token, a multiple of `num_attention_heads`.
         intermediate_size: Hidden width of the MLPs.
         num_hidden_layers: Number of layers.
         num_attention_heads: Number of attention heads.
-        hidden_act: Activation of the MLPs: "quick_gelu" or "gelu".
-        layer_norm_eps: Epsilon of the layer norms.
+        hidden_act: Activation of the MLPs: "quick_gelu" (the default) or "gelu".
+        layer_norm_eps: Epsilon of the layer norms, 1e-5 by default.
         num_channels: Number of channels of an image.
         image_size: Height and width of images in pixels, a multiple of `patch_size`.
         patch_size: Side of a patch in pixels.
@@ -239,10 +243,11 @@ def _tower_fields(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 class CLIPModel(nnx.Module):
-    """A whole CLIP: text tower, vision tower, and their projections to a shared space.
+    """A whole CLIP: text tower, vision tower, and their projections to a shared space (methods
+    `encode_text` and `encode_image`).
 
     It is made for scoring. Its attention (`attention_forward`) saves memory on GPUs, but a gradient
-    evaluates it a second time.
+    evaluates the attention a second time.
 
     The scalar parameter `logit_scale` is the logarithm of the factor by which cosines between texts
     and images are multiplied.
@@ -336,7 +341,8 @@ class CLIPTextModel(nnx.Module):
 
         Args:
             input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
-                end-of-text token, and padding follows it.
+                end-of-text token (`eos_token_id` of the configuration), and padding follows it. The
+                attention is causal, so padding needs no mask.
 
         Returns:
             A `CLIPTextOutput`: `penultimate` [b, l, `hidden_size`], the states before the last
@@ -382,7 +388,8 @@ class CLIPTextModelWithProjection(CLIPTextModel):
 
         Args:
             input_ids: Token numbers, at most `max_position_embeddings` per text. Each text has an
-                end-of-text token, and padding follows it.
+                end-of-text token (`eos_token_id` of the configuration), and padding follows it. The
+                attention is causal, so padding needs no mask.
 
         Returns:
             A `CLIPTextOutput`: `penultimate` [b, l, `hidden_size`], the states before the last
@@ -440,7 +447,7 @@ class TextModel(nnx.Module):
     ) -> Float[Array, "b d"]:
         """Selects the state of each text's first end-of-text token.
 
-        If `eos_token_id` is 2, this token is the one with the highest number in the text.
+        If `eos_token_id` is 2, this token is the first one with the highest number in the text.
         Otherwise, a text without an end-of-text token gives the state of its first token.
 
         Args:
@@ -507,7 +514,7 @@ class TextEmbeddings(nnx.Module):
         self.position_embedding = Embedding(self.max_length, width, rngs=rngs)
 
     def __call__(self, input_ids: Int[Array, "b l"]) -> Float[Array, "b l d"]:
-        """Embeds tokens.
+        """Embeds each token as the sum of its token embedding and its position embedding.
 
         Args:
             input_ids: Token numbers of the positions 0 to l - 1.
@@ -546,14 +553,14 @@ class VisionEmbeddings(nnx.Module):
         self.image_shape = (config.image_size, config.image_size, config.num_channels)
 
     def __call__(self, pixels: Float[Array, "b h w c"]) -> Float[Array, "b n d"]:
-        """Embeds images.
+        """Embeds images as tokens, with their position embeddings added.
 
         Args:
             pixels: Images of `image_size` by `image_size` pixels with `num_channels` channels.
 
         Returns:
-            First the class token, then the patches: [b, 1 + patches, `hidden_size`], in the dtype
-            of `pixels`.
+            First the class token, then the patches, row by row: [b, 1 + patches, `hidden_size`], in
+            the dtype of `pixels`.
 
         Raises:
             ValueError: If the images have another size or number of channels.

@@ -36,15 +36,16 @@ LOW_PART = 2**11  # a weight is split into a multiple of this and a remainder
 @dataclasses.dataclass(frozen=True)
 class Preprocessing:
     """Converts images [b, H, W, 3] in [0, 1] to the input of a vision tower: resized, cropped or
-    padded to a square, and normalized per channel as for CLIP.
+    padded to a square, and normalized per channel as for CLIP. An instance is called with images.
 
     Attributes:
         size: Height and width of the result in pixels.
         kernel: Resampling kernel, with antialiasing: "bilinear" or "bicubic".
         eight_bit: Whether to work on 8-bit images, as Pillow does: the image times 255 is rounded
-            to integers (half to even), then resized along the width and along the height, each time
-            with rounding (half up). All three results are clipped to 0 to 255. Otherwise the result
-            is that of PyTorch, neither rounded nor clipped.
+            to integers (half to even), then resized along the width, then along the height, each
+            time with rounding (half up). Each of these three results is clipped to 0 to 255. The
+            last one is divided by 255 and normalized. False: as PyTorch does, without rounding and
+            clipping.
         fit: How an image becomes square. "crop": its shorter edge is resized to `size`, and the
             center is kept. "pad": its longer edge is resized to `size`, and black is added on both
             sides before the normalization (of an odd number of pixels, one more at the right or
@@ -61,15 +62,17 @@ class Preprocessing:
     crop_rounding: Literal["down", "even"] = "even"
 
     def __call__(self, images: Float[Array, "b H W 3"]) -> Float[Array, "b size size 3"]:
-        """Resizes images, crops or pads them to a square, and normalizes them.
+        """Resizes images, crops or pads them (`fit`) to `size` by `size` pixels, and normalizes
+        them.
 
         Args:
             images: Finite RGB images in [0, 1], of any size and floating-point dtype.
 
         Returns:
             The pixels, float32, minus the mean of CLIP's training images and divided by their
-            standard deviation, per channel. Rounding to 8 bits has no gradient, so with `eight_bit`
-            they have the gradient of the same resize without rounding and clipping.
+            standard deviation, per channel. With the field `eight_bit`, images are rounded to 8
+            bits, which has no gradient, so the pixels have the gradient of the same resize without
+            rounding and clipping.
         """
         height, width = images.shape[1:3]
         resized_height, resized_width = self.resized_size(height, width)
@@ -223,7 +226,8 @@ def _resample_8bit(x: Array, matrix: np.ndarray, axes: str) -> Array:
     multiple of 2**-11 and a remainder. The sum over each part is exact in float32 if no output
     pixel has more than 64 input pixels, thus for reductions of up to 16 times ("bicubic") or 32
     times ("bilinear"). Both sums are added as int32, rounded half up and clipped. So the result has
-    the same bits on every backend.
+    the same bits on every backend. For greater reductions, the sums may be rounded, and the result
+    may differ from that of Pillow.
 
     Args:
         x: Images in float32 with the values 0, 1, ..., 255.

@@ -59,8 +59,8 @@ def locate_open_clip_tensors(
     Only the header of the file is read.
 
     OpenCLIP keeps queries, keys and values of a layer in one tensor, and stores the two projections
-    to the shared space transposed. The function serves as the argument `locate` of a `Component`,
-    which reads the tensors that it finds.
+    to the shared space as [in, out], where transformers has [out, in]. The function serves as the
+    argument `locate` of a `Component`, which reads the tensors that it finds.
 
     Args:
         file: The safetensors file.
@@ -69,7 +69,7 @@ def locate_open_clip_tensors(
     Returns:
         (table, tensors). The table has one entry per parameter, with the names of its tensors in
         transformers. The `layout` of the two projections is "same" (not transposed when read),
-        because OpenCLIP has this package's order of axes, [in, out]. The dictionary `tensors` has
+        because [in, out] is also this package's order of axes. The dictionary `tensors` has
         the position of each tensor under its name in transformers. The position of queries, keys or
         values is that of their third of a tensor.
 

@@ -38,13 +38,15 @@ class WanPipeline(Pipeline):
     Guidance needs a second evaluation of `velocity`, with the negative prompt. The attention among
     the tokens of a clip can run in FP8.
 
-    Wan 2.2 TI2V (`expand_timesteps`) gives the transformer one timestep per token, which is 0 for
-    the tokens of an initial image. Without an image all tokens have the same timestep, as in Wan
-    2.1, so the field only selects the default size and the playback rate here.
+    Wan 2.2 TI2V (`expand_timesteps` in `model_index.json`) gives the transformer one timestep per
+    token, which is 0 for the tokens of an initial image. Without an image all tokens have the same
+    timestep, as in Wan 2.1, so `expand_timesteps` only selects the default size and the playback
+    rate here.
 
     `WanPipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the layout
     of diffusers without reading a weight. It raises FileNotFoundError if a configuration or the
-    tokenizer is missing, and ValueError if one is not supported or two do not fit together.
+    tokenizer is missing, and ValueError if one is not supported (such as that of Wan 2.2 A14B,
+    which has two transformers) or two do not fit together.
     `gradient_checkpointing` ("none", the default, "matmuls" or "blocks") says what the backward
     pass of the transformer recomputes; another value raises KeyError while tracing. The attributes
     below are in addition to those of `Pipeline`.

@@ -119,11 +119,11 @@ class WanConfig(TransformerConfig):
 
     @property
     def axes_dims(self) -> tuple[int, int, int]:
-        """The number of features of an attention head that each coordinate of a token rotates:
-        (frame, row, column).
+        """How many features of an attention head the rotary embedding rotates by each coordinate of
+        a token: (frame, row, column).
 
-        The row and the column each rotate a third of the features, rounded down to an even number.
-        The frame rotates the remaining ones. A head of 128 features gives (44, 42, 42).
+        Row and column each get a third of the features, rounded down to an even number. The frame
+        gets the remaining ones. A head of 128 features gives (44, 42, 42).
         """
         third = 2 * (self.attention_head_dim // 6)
         return self.attention_head_dim - 2 * third, third, third
@@ -136,7 +136,8 @@ class WanTransformer3DModel(nnx.Module):
         config: configuration of the network (`WanConfig`): its widths, heads, blocks and patches.
         gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored).
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError in the call.
         rngs: random number generators for the initial weights.
     """
 
@@ -178,7 +179,7 @@ class WanTransformer3DModel(nnx.Module):
         Raises:
             ValueError: height or width is not a multiple of the side of a patch; there are more
                 frames, rows or columns of patches than `rope_max_seq_len`; or the size of the mesh
-                axis `sequence` does not divide the number of tokens of a clip.
+                axis `sequence` does not divide the number of tokens (patches) of a clip.
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         config = self.config
@@ -255,8 +256,8 @@ class PatchEmbedding(nnx.Module):
 
 
 class ConditionEmbedding(nnx.Module):
-    """The layers that embed the timestep (`condition`) and project the text (`text_embedder`: a
-    linear layer, GELU in its tanh form and a linear layer).
+    """The layers that embed the timestep (by the method `condition`) and project the text (by the
+    module `text_embedder`: a linear layer, GELU in its tanh form and a linear layer).
 
     Args:
         d: number of features of a token of the network.
@@ -277,8 +278,8 @@ class ConditionEmbedding(nnx.Module):
 
         Args:
             timestep: `1000 * sigma` of each sample.
-            dtype: dtype of the network, to which the embedding is rounded, and in which it is
-                projected, as in the released code.
+            dtype: dtype of the network. As in the released code, the embedding is rounded to it,
+                and the projection to the six vectors is computed in it.
 
         Returns:
             (embedding, vectors), both rounded to `dtype` and then cast to float32. The embedding
@@ -353,8 +354,8 @@ class ClipAttention(AttentionProjections):
     `normed` is set, and then rotated by the positions of the tokens.
 
     Args:
-        widths: `(d, d, inner)`: the number of features of a token, given twice, and the number of
-            features of all heads together.
+        widths: `(d, d, inner)`: the number of features of a token, given twice because the tokens
+            attend to each other, and the number of features of all heads together.
         heads: The number of heads, a divisor of the third width.
         normed: Whether queries and keys are normalized (RMSNorm), over the features of all heads
             together.
@@ -417,7 +418,9 @@ def rotary_table(frames: int, rows: int, columns: int, axes_dims: tuple[int, ...
         axes_dims: number of features of a head that each coordinate rotates: three even numbers.
 
     Returns:
-        Cosines and sines, two float32 arrays [1, frames * rows * columns, head_dim / 2].
+        Cosines and sines, two float32 NumPy arrays [1, frames * rows * columns, head_dim / 2],
+        where head_dim is the sum of `axes_dims`. The last axis has the pairs of the frame, then
+        those of the row, then those of the column.
     """
     positions = np.indices((frames, rows, columns)).reshape(3, -1).astype(float)
     return rotation_table(positions, axes_dims, THETA)

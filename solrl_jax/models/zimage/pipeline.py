@@ -74,9 +74,10 @@ class ZImagePipeline(Pipeline):
 
         Raises:
             FileNotFoundError: a configuration or the tokenizer is missing.
-            ValueError: a configuration is unsupported; the tokenizer cannot be loaded, has no chat
-                template (InputError) or has tokens that the text encoder lacks; or a width or
-                number of channels of one component is not what another one takes or returns.
+            ValueError: a configuration is unsupported; the tokenizer cannot be loaded or has no
+                chat template (an InputError, which is a ValueError), or has tokens that the text
+                encoder lacks; or a width or number of channels of one component is not what another
+                one takes or returns.
         """
         super().__init__(folder, gradient_checkpointing)
         config = ZImageConfig.read(folder / "transformer")
@@ -150,8 +151,8 @@ class ZImagePipeline(Pipeline):
             ValueError: `fp8_attention` is set; or, while tracing, height or width is odd, image or
                 text is too large for the transformer (`config.axes_lens`,
                 `config.max_text_tokens`), or the size of the mesh axis `sequence` does not divide
-                the number of image tokens, or that of all tokens, with their padding to multiples
-                of 32.
+                the number of image tokens, or that of image and text tokens together (image and
+                text each padded to a multiple of 32).
             KeyError: while tracing, if `gradient_checkpointing` is not "none", "matmuls" or
                 "blocks".
         """

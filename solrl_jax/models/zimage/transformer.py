@@ -63,8 +63,9 @@ class ZImageConfig(ReleasedConfig):
         axes_dims: rotary embedding: how many features of a head are rotated by each of the three
             coordinates of a position. Positive even numbers with the sum `dim / n_heads`.
         axes_lens: number of values that each of the three coordinates of a position can take. The
-            first one, 34 or more, limits the text (`max_text_tokens`); the others are the greatest
-            numbers of rows and of columns of image tokens.
+            first one limits the text (`max_text_tokens`), and is 34 or more: at least 32 text
+            tokens, and two further positions. The others are the greatest numbers of rows and of
+            columns of image tokens.
     """
 
     network = "ZImageTransformer2DModel"
@@ -93,8 +94,8 @@ class ZImageConfig(ReleasedConfig):
             ValueError: `all_patch_size` is not (2,), `all_f_patch_size` is not (1,), or
                 `siglip_feat_dim` is not None; `n_heads` does not divide `dim`; `n_kv_heads` is not
                 `n_heads`; `axes_dims` is not three positive even numbers whose sum is `dim /
-                n_heads`; or `axes_lens` is not three positive integers, the first one 34 or more.
-                The message names the field.
+                n_heads`; or `axes_lens` is not three positive integers, the first one 34 or more
+                (32 text tokens and two further positions). The message names the field.
         """
         self.require(self.all_patch_size == (PATCH,), "all_patch_size", f"[{PATCH}]")
         self.require(self.all_f_patch_size == (1,), "all_f_patch_size", "[1]")
@@ -147,7 +148,8 @@ class ZImageTransformer2DModel(nnx.Module):
             axes.
         gradient_checkpointing: what the backward pass recomputes instead of storing: "none"
             (nothing), "matmuls" (everything except matmuls and attention kernels) or "blocks"
-            (everything inside a block; only the inputs of blocks are stored).
+            (everything inside a block; only the inputs of blocks are stored). Another value raises
+            KeyError in the call.
         rngs: random number generators for the initial weights.
     """
 
@@ -195,14 +197,15 @@ class ZImageTransformer2DModel(nnx.Module):
         """Predicts the velocity `noise - x0` at `latent`.
 
         The timestep and the sign of the velocity follow the convention of this package. The
-        released network takes `t_scale * (1 - sigma)` and predicts `x0 - noise`; both are converted
-        here. As in the released network, the sequence is the image, then the text. The image and
-        each sample's text are padded to multiples of 32 tokens with learned padding tokens, which
-        are attended to. Further padding of the text is not attended to.
+        released network takes `config.t_scale * (1 - sigma)` and predicts `x0 - noise`; both are
+        converted here. As in the released network, the sequence is the image, then the text. The
+        image and each sample's text are padded to multiples of 32 tokens with learned padding
+        tokens, which are attended to. Further padding of the text is not attended to.
 
         Args:
             latent: noisy latents. Height and width are even.
-            text: hidden states of Qwen3. They are cast to the dtype of `latent`.
+            text: hidden states of Qwen3, with `config.cap_feat_dim` features. They are cast to the
+                dtype of `latent`.
             mask: true on tokens, false on the padding after them. Each sample has at least one
                 token.
             timestep: `1000 * sigma` of each latent, in [0, 1000].
@@ -214,7 +217,7 @@ class ZImageTransformer2DModel(nnx.Module):
             ValueError: height or width is odd; the image has more rows or columns of tokens than
                 `config.axes_lens`; l exceeds `config.max_text_tokens`; or the size of the mesh axis
                 `sequence` does not divide the number of image tokens, or that of image and text
-                tokens together, with their padding to multiples of 32.
+                tokens together (image and text each padded to a multiple of 32).
             KeyError: `gradient_checkpointing` is not "none", "matmuls" or "blocks".
         """
         batch, height, width, _ = latent.shape
@@ -391,8 +394,8 @@ class Block(nnx.Module):
 
 
 class FinalLayer(nnx.Module):
-    """The output layer: a layer norm without weights (epsilon 1e-6), scaled by the timestep, and a
-    linear layer to the features of a patch.
+    """The output layer: a layer norm without weights (epsilon 1e-6), whose result is multiplied by
+    `1 + linear(silu(embedded timestep))`, and a linear layer to the features of a patch.
 
     Args:
         d: number of features of the tokens.

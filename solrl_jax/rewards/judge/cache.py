@@ -43,11 +43,12 @@ def cache_key(identity: Mapping[str, Any], prompt: str, images: list[str]) -> st
 
 
 class Cache:
-    """The scores of a judge on disk: one SQLite file in a directory, from request keys to scores.
+    """The scores of a judge on disk, by request key: a SQLite file `scores.sqlite` in a directory.
 
-    Several processes may use the same file at once. Entries are never removed, and there is no
-    limit on their number. An object may only be used in the thread that created it. Calls in other
-    threads raise ScoringFailure.
+    The constructor creates both if missing, and raises ScoringFailure if it cannot. Several
+    processes may use the same file at once. Entries are never removed, and there is no limit on
+    their number. An object may only be used in the thread that created it. Calls in other threads
+    raise ScoringFailure.
     """
 
     def __init__(self, folder: Path) -> None:

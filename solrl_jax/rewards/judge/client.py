@@ -58,8 +58,8 @@ def find_key(settings: JudgeSettings) -> str:
 class Answer:
     """The parsed answer to one request (a chat completion).
 
-    `Answer(body)` parses bytes of JSON, and also counts the tokens (`rewards.usage`). It raises
-    ScoringFailure if the bytes are no chat completion.
+    `Answer(body)` parses bytes of JSON, and also counts "prompt_tokens" and "completion_tokens"
+    (`rewards.usage`). It raises ScoringFailure if the bytes are no chat completion.
 
     Attributes:
         text: The text of the first choice; "" if it is null.
@@ -83,7 +83,8 @@ class Answer:
 
         Raises:
             ScoringFailure: If it is no chat completion, or a log-probability is an integer beyond
-                the range of a float. The message has the first 200 bytes, cut to 80 characters.
+                the range of a float. The message has the beginning of the body, up to 80
+                characters.
         """
         try:
             content = parse_json(body, number=float)
@@ -115,12 +116,15 @@ class Client:
 
     The coroutine `ask` sends one request, repeats it after temporary failures, and returns its
     `Answer`. Every request has the model, the seed (unless `ask` omits it) and the fields `extra`
-    of the judge's options, and the temperature 0. All requests must run in one event loop. Idle
-    connections stay open for further requests until the coroutine `close` runs.
+    of the judge's options, and the temperature 0. At most `concurrency` requests run at once. All
+    requests must run in one event loop. Idle connections stay open for further requests until the
+    coroutine `close` runs.
     """
 
     def __init__(self, settings: JudgeSettings, concurrency: int) -> None:
-        """Opens no connection yet. Looks up the API key in ~/.netrc and the environment.
+        """Opens no connection yet. Looks up the API key: in ~/.netrc, else in the environment.
+
+        If there is none, requests have the key "none".
 
         Args:
             settings: The options of the judge. `base_url`, `api_key_env`, `request_timeout` and
@@ -156,9 +160,10 @@ class Client:
 
         Temporary failures are: no connection, no answer within `request_timeout`, and the statuses
         408, 409, 429 and 5xx. The pauses are those of the package openai: up to 0.5, 1, 2, 4, 8, 8,
-        ... seconds, or as the header Retry-After says. Also counts (`rewards.usage`) "requests"
-        (attempts), "request_seconds" (of all attempts and pauses) and, if there is an answer,
-        "retries" and its tokens.
+        ... seconds, or as the header Retry-After says (above 120 seconds, the request is not
+        repeated). Also counts (`rewards.usage`) "requests" (attempts), "request_seconds" (of all
+        attempts and pauses) and, if there is an answer, "retries", "prompt_tokens" and
+        "completion_tokens".
 
         Args:
             content: The parts of the user's message, as OpenAI defines them: dicts of the types
@@ -246,7 +251,8 @@ class Client:
 class _BoundedStream(httpx2.AsyncByteStream):
     """The body of an answer, read as it arrives and limited to 2**20 bytes (`MAX_ANSWER_BYTES`).
 
-    Iterating over it yields the parts of the body as the server sent them. They are not compressed,
+    It wraps the stream of a response of httpx2, the HTTP client of the package openai. Iterating
+    over it yields the parts of the body (bytes) as the server sent them. They are not compressed,
     because `_bound_response` refuses compressed bodies. The iteration raises `ScoringFailure` in
     place of the part that exceeds the limit.
     """
@@ -260,7 +266,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         self._stream = stream
 
     async def __aiter__(self) -> Any:
-        """Yields the parts of the body, as they arrive.
+        """Yields the parts of the body, bytes, as they arrive.
 
         Raises:
             ScoringFailure: If the parts have more than 2**20 bytes (`MAX_ANSWER_BYTES`) together.
@@ -279,7 +285,10 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
 
 async def _count_request(request: httpx2.Request) -> None:
-    """Counts an attempt as "requests" (`rewards.usage`). httpx2 calls it before it sends a request.
+    """Counts an attempt as "requests" (`rewards.usage`).
+
+    httpx2, the HTTP client of the package openai, calls it before each attempt, repetitions
+    included.
 
     Args:
         request: Not read.
@@ -288,7 +297,10 @@ async def _count_request(request: httpx2.Request) -> None:
 
 
 async def _bound_response(response: httpx2.Response) -> None:
-    """Limits the size of an answer. httpx2 calls it with every response, before its body is read.
+    """Limits the size of an answer to 2**20 bytes (`MAX_ANSWER_BYTES`).
+
+    httpx2, the HTTP client of the package openai, calls it with every response, before its body is
+    read. The limit applies when the body is read.
 
     Args:
         response: The response. Its stream is replaced by a `_BoundedStream`.
@@ -370,14 +382,14 @@ def _describe_status(error: openai.APIStatusError) -> str:
 
 
 def _root_cause(error: BaseException) -> str:
-    """Returns the message of the first cause of an error, in one line of up to 200 characters.
+    """Returns the message of the innermost cause of an error, in one line of up to 200 characters.
 
     Args:
         error: The error. Its `__cause__`, or else its `__context__`, is followed to the end.
 
     Returns:
-        The message of the last error in this chain, or the name of its type if the message is
-        empty. It may contain the API key.
+        The message of the error at this end, or the name of its type if the message is empty. It
+        may contain the API key.
     """
     while error.__cause__ is not None or error.__context__ is not None:
         error = error.__cause__ or error.__context__  # type: ignore[assignment]

@@ -148,8 +148,9 @@ def describe(support: Support) -> str:
 
     Returns:
         E.g. "answers 'Yes' in 0.52 s; images yes, log-probabilities 20, schema yes, seed accepted,
-        fingerprint no". "schema" is missing if the judge sends none. An unsupported feature,
-        including the seed, is "no". A fingerprint is cut to 40 characters.
+        fingerprint no". "schema" (the JSON schema of the answer) is missing if the judge sends
+        none. An unsupported feature, including the seed, is "no". A fingerprint is cut to 40
+        characters.
     """
     facts: dict[str, Any] = {
         "images": support.images,

@@ -45,8 +45,8 @@ def judge(
 
     Sends one request per image whose scores are not in the cache, and stores them there. Equal
     images with equal prompts share one request. Requests without an answer fail after 9/10 of the
-    remaining time of this call. The cache and the connection stay open. Also adds to these counters
-    of the run (`rewards.usage`):
+    time that this call has left (`seconds_left`, up to `reward.timeout`). The cache and the
+    connection stay open. Also adds to these counters of the run (`rewards.usage`):
 
       - "cached": requests that the cache replaced.
       - "failures": images without a score because of an error.
@@ -72,8 +72,8 @@ def judge(
     Raises:
         ScoringFailure: If images could not be scored. Its `scores` are the arrays of the result,
             with NaN for these images. If the cache cannot be opened, its `scores` are None.
-        ValueError: If the images are not RGB, the arguments differ in length, or `options` is no
-            such text (KeyError if it lacks a key).
+        ValueError: If the images are not RGB, the arguments differ in length, or `options` is not
+            the JSON of a `Judge` (KeyError if it lacks a key).
         InputError: If the cache's directory is a file, or there is no home directory for it.
         PermissionError: If a parent of this directory may not be searched.
     """
@@ -99,8 +99,9 @@ def compare(
 
     Sends one request per pair whose preference is not in the cache, and stores the preference
     there. Equal pairs with equal prompts share one request. Requests without an answer fail after
-    9/10 of the remaining time of this call. Also adds to the same counters as `judge`
-    (`rewards.usage`), with pairs in place of images. The cache and the connection stay open.
+    9/10 of the time that this call has left (`seconds_left`, up to `reward.timeout`). Also adds to
+    the same counters as `judge` (`rewards.usage`), with pairs in place of images. The cache and the
+    connection stay open.
 
     Args:
         first: Images [n, H, W, 3] in [0, 1], shown to the judge first in each pair; finite values
@@ -122,8 +123,8 @@ def compare(
         ScoringFailure: If pairs could not be compared. Its `scores` are {"reward": the
             preferences}, with NaN for these pairs. If the cache cannot be opened, its `scores` are
             None.
-        ValueError: If the images are not RGB, the arguments differ in length, or `options` is no
-            such text (KeyError if it lacks a key).
+        ValueError: If the images are not RGB, the arguments differ in length, or `options` is not
+            the JSON of a `Judge` (KeyError if it lacks a key).
         InputError: If the cache's directory is a file, or there is no home directory for it.
         PermissionError: If a parent of this directory may not be searched.
     """
@@ -161,14 +162,16 @@ class Service:
     """A judge with its cache and its connection, kept open between the calls of a worker process.
 
     `score_all` scores the images of a call: it takes scores from the cache, asks the endpoint for
-    the others, and stores those. The requests run in an event loop that the object owns, and that
-    runs only during `score_all`. All calls must come from the thread that created the object.
+    the others, at most `concurrency` at once, and stores those. The requests run in an event loop
+    that the object owns, and that runs only during `score_all`. All calls must come from the thread
+    that created the object. There is no method to close it.
     """
 
     def __init__(self, judge: Judge, concurrency: int) -> None:
         """Opens the cache, which creates its file if missing, and no connection yet.
 
-        Also looks up the API key in ~/.netrc and the environment.
+        Also looks up the API key: in ~/.netrc, else in the environment. If there is none, requests
+        have the key "none".
 
         Args:
             judge: The judge. With the option cache=None nothing is stored.
@@ -223,7 +226,8 @@ class Service:
         Equal rows share one request, and new scores are stored in the cache. The call returns when
         every request has a score or has failed. Requests without an answer fail after 9/10
         (`REQUEST_TIME_FRACTION`) of the remaining time of the worker's call (`seconds_left`). Also
-        counts the failed rows as "failures", and the requests as `judge` says (`rewards.usage`).
+        counts (`rewards.usage`) the failed rows as "failures", the requests that the cache replaced
+        as "cached", and the requests with their repetitions, time and tokens (`Client.ask`).
 
         Args:
             sent: For each row a tuple of one image, or of two if the judge compares; None for a row
@@ -232,7 +236,8 @@ class Service:
 
         Returns:
             Float32 arrays [rows] in [0, 1] by name: "reward" and, for a judge with several
-            criteria, each criterion (`Judge.others`). NaN in rows that are None in `sent`.
+            criteria, each criterion (`Judge.others`). For pairs, "reward" is the preference for the
+            first image. NaN in rows that are None in `sent`.
 
         Raises:
             ScoringFailure: If a request failed, or the cache could not be read or written for it.
@@ -304,7 +309,7 @@ class Service:
     async def _score(
         self, key: str, images: tuple[_EncodedImage, ...], prompt: str, deadline: float
     ) -> dict[str, float]:
-        """Returns the scores of one row, from the cache if all are there, else by a request.
+        """Returns the scores of one row: from the cache if it has all of them, else by a request.
 
         Counts "cached" (`rewards.usage`) in the first case, and stores the scores in the second.
 
@@ -385,16 +390,17 @@ class Service:
                 and "preference" the log-probabilities of its first token decide.
 
         Returns:
-            "reward" and, for a judge with several criteria, the scaled number of each criterion.
-            "reward" is the mean of the scaled numbers for "json", the scaled expected digit for
-            "digits", and for "yes" and "preference" the probability of "yes" or of the first image
-            among the accepted tokens.
+            "reward" and, for a judge with several criteria, the number of each criterion, scaled
+            from its range to [0, 1]. "reward" is the mean of the scaled numbers for "json", the
+            scaled expected digit for "digits", and for "yes" and "preference" the probability of
+            "yes" or of the first image among the accepted tokens.
 
         Raises:
             ScoringFailure: If the score needs log-probabilities and the answer has none, or its
                 accepted tokens (such as "yes" and "no") together have a probability below 0.05. For
                 "json", if its text is not a JSON object with a number in its range for each
-                criterion. With a single criterion, the number alone is accepted, too.
+                criterion. Further keys are ignored, and with a single criterion, the number alone
+                is accepted, too.
         """
         settings = self._judge.settings
         if settings.score == "json":

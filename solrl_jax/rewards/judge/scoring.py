@@ -92,15 +92,17 @@ def score_json(text: str, criteria: Mapping[str, tuple[float, float]]) -> dict[s
     Args:
         text: The answer: an object with a number for each criterion, or only the number if there is
             one criterion. A Markdown fence around it is removed, and further keys are ignored.
-        criteria: (lowest, highest) number of each criterion by its name. At least one.
+        criteria: (lowest, highest) number of each criterion by its name, lowest below highest. At
+            least one, and none with the name "reward".
 
     Returns:
         The mean as "reward", in [0, 1]. With several criteria, also the scaled number of each by
         its name.
 
     Raises:
-        ScoringFailure: If the text is no such JSON (`storage.readers.parse_json`), a criterion is
-            missing or no number (true and "3" are none), or a number is outside its range.
+        ScoringFailure: If the text is not JSON, repeats a key or exceeds another limit of
+            `storage.readers.parse_json`, if a criterion is missing or no number (true and "3" are
+            none), or if a number is outside its range.
     """
     try:
         value = parse_json(_without_fence(text))

@@ -168,11 +168,12 @@ class JudgeSettings(Section):
         score: How an answer is scored. "digits": the expected digit. "yes": the probability of yes
             against no. "preference": the probability that the first of two images is preferred.
             These use the log-probabilities of the first token. "json": the mean of the numbers in
-            the answer's JSON. None: the default of the package's question. The question of a file
-            has no default and needs one of the four.
+            the answer's JSON. None: "yes" for the questions "alignment" and "text", "digits" for
+            "alignment-digits" and "aesthetics", "json" for "rubric" and "preference" for
+            "preference". The question of a file has no default and needs one of the four.
         scale: (lowest, highest) number of the answer, for "digits" (integers from 0 to 9) and for
-            "json" without criteria. None: (1, 5). Must be None for "yes" and "preference", and for
-            "json" with criteria, which the question "rubric" has by default.
+            "json" without criteria. None: (1, 5). Must be None for "yes" and "preference", for
+            "json" with `criteria`, and for "json" with the question "rubric".
         criteria: For "json": (lowest, highest) number of each criterion by its name, which is not
             empty and not "reward". Empty: the criteria alignment, coherence and style, from 1 to 5
             each, with the question "rubric"; a single criterion "score" with the range `scale` with
@@ -235,8 +236,8 @@ class Judge:
             for other scores. For "json" with criteria of the options or of the question, it is
             (1, 5) and has no effect on scores.
         question: The text of the question, in which {prompt} stands for the prompt of the image.
-        criteria: For "json", (lowest, highest) of each criterion by its name, at least one;
-            otherwise empty.
+        criteria: For "json", (lowest, highest) of each criterion by its name; {"score": `scale`} if
+            neither the options nor the question have criteria. Empty for other scores.
     """
 
     settings: JudgeSettings

@@ -28,11 +28,11 @@ class Template:
         text: The question, in which {prompt} stands for the prompt of the image. It need not occur,
             as in a question about aesthetics.
         score: How an answer is scored if the option `score` of the judge is None: "digits" (the
-            mean of the digits, each weighted by its probability as the answer), "yes" (the
-            probability of yes), "json" (the mean of the numbers in its JSON object, one per
-            criterion) or "preference" (the probability that the first of two images is preferred).
-            Numbers are scaled from their range to [0, 1]. None: the question is a user's, and the
-            option must be set.
+            mean of the digits in the range of the option `scale`, each weighted by its probability
+            as the first token of the answer), "yes" (the probability of yes against no), "json"
+            (the mean of the numbers in its JSON object, one per criterion) or "preference" (the
+            probability that the first of two images is preferred). Numbers are scaled from their
+            range to [0, 1]. None: the question is a user's, and the option must be set.
         criteria: For "json", (lowest, highest) number of each criterion by its name, which apply if
             the option `criteria` is empty. Empty: the question has none of its own.
     """

@@ -50,9 +50,9 @@ def continued_steps(
     The first `explore.exact_steps` steps of exploration run in the training precision. If they have
     the sigmas of the regeneration, it can start from the latents after them, and the result is
     `explore.exact_steps`. They have these sigmas in two cases: exploration has as many steps as the
-    regeneration; or `explore.sigmas` is "first", which takes the first half of the exploration
-    steps from the schedule of the regeneration, and at most half of them are exact. The result is
-    0, and regeneration starts from noise, in each of the following cases:
+    regeneration; or `explore.sigmas` is "first", which takes the first `steps // 2` exploration
+    steps from the schedule of the regeneration, and `explore.exact_steps` is at most `steps // 2`.
+    The result is 0, and regeneration starts from noise, in each of the following cases:
 
     * `regenerate` is False, so nothing is regenerated, or `explore.exact_steps` is 0.
     * The exploration format quantizes nothing. Exploration then has no exact steps of its own and
@@ -60,8 +60,9 @@ def continued_steps(
     * The sigmas of the exact steps differ from those of the regeneration.
     * `noise_level` is above 0. Objectives that train on transitions need the states before these
       steps too.
-    * `solver` is "dpm2" and there are several exact steps. Its steps also use the prediction of the
-      step before, which is not kept. Only the first two do not, since the first sigma is 1.
+    * `solver` is "dpm2" and `explore.exact_steps` is 2 or more. From its third step on, this solver
+      also uses the prediction of the step before, which is not kept. The second step does not,
+      since the first sigma is 1, so one exact step can be taken over.
     * `query_steps` begins before the end of these steps, so that a state in them may be recorded.
 
     Args:

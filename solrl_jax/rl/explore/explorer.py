@@ -23,8 +23,9 @@ from solrl_jax.rl.trainable.trainable import Trainable, attach
 class Explorer:
     """Makes the schedule, the quantized policy and the sampler of exploration.
 
-    The options of `rollout.explore` change the configured schedule, the quantizer and the segments.
-    Some measure the base policy first, for example the inputs of its layers. The measurement is
+    The options of `rollout.explore` change the configured schedule, the quantizer and the segments
+    (which policy takes which solver steps). Some measure the base policy (the model before
+    training) first, for example the inputs of its layers. The measurement is
     taken when a method first needs the result, which the object keeps. The calibration prompts are
     encoded before the measurement, which may load text encoders and write to the cache of prompts.
 
@@ -37,8 +38,8 @@ class Explorer:
         scale: The scale of the adapters, alpha / rank.
         training_precision: The precision of regeneration, "bf16" or "fp32".
         make_schedule: (number of steps, first step of the full schedule that adds noise) -> the
-            configured schedule without options. One with fewer steps adds noise between the same
-            sigmas.
+            configured schedule without options. With fewer steps than the full schedule, each step
+            adds the noise of the full steps that it covers.
         calibration: The base policy and the samples that options measure on.
     """
 
@@ -58,11 +59,12 @@ class Explorer:
 
     @cached_property
     def settings(self) -> tuple[ExplorationSetting, ...]:
-        """The settings that the monitor chooses from, each more faithful than the one before: the
-        configured format and number of steps (index 0); the same format with all steps of the
-        regeneration; FP8 with all steps; the training precision with all steps. A setting is left
-        out if it equals an earlier one, and FP8 and the training precision also if they have no
-        more bits per weight than the configured format.
+        """The settings that the monitor (`rl.explore.monitor`) chooses from when exploration ranks
+        candidates badly, each more faithful than the one before: the configured format and number
+        of steps (index 0); the same format with all steps of the regeneration; FP8 with all steps;
+        the training precision with all steps. A setting is left out if it equals an earlier one,
+        and FP8 and the training precision also if they have no more bits per weight than the
+        configured format.
         """
         return setting_ladder(
             self.format,
@@ -73,7 +75,9 @@ class Explorer:
 
     @property
     def calibrates(self) -> bool:
-        """Whether an active option measures anything on the base for the configured setting."""
+        """Whether an active option measures anything on the base for the configured format and
+        number of steps.
+        """
         steps = self.calibration.schedule.steps
         quantizes = self.format.quantize is not None
         return any(
@@ -90,14 +94,15 @@ class Explorer:
         Args:
             steps: The number of solver steps, at least 1.
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
-                `rollout.sde_window_size` steps of the full schedule from step `noise_start`
-                (counted from 0) on; without a window size, at all steps from there on. The last
-                step never adds noise.
+                `rollout.sde_window_size` steps of the full schedule (that of the regeneration) from
+                step `noise_start` (counted from 0) on; without a window size, at all steps from
+                there on. A schedule with fewer steps adds it between the same sigmas. The last step
+                never adds noise.
 
         Returns:
-            A schedule of that many steps; equal arguments give the same object. With
-            `explore.sigmas` "first", it has at most as many steps as the regeneration, and no
-            noise.
+            A schedule of `steps` steps; equal arguments give the same object. With
+            `explore.sigmas` "first", it has no noise, and it is the full schedule if `steps` is at
+            least the number of steps of that.
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
@@ -163,7 +168,8 @@ class Explorer:
         jax.block_until_ready(self.quantizer(self.format.name))
 
     def policy(self, adapters: Trainable, precision: str) -> Params:
-        """Merges the adapters of a policy into the base and quantizes it ("sync" in the paper).
+        """Returns the parameters with which a policy explores ("sync" in the paper). If the format
+        quantizes, adapters are merged into the weights to quantize; otherwise all stay unmerged.
 
         The first call with a format may sample from the base, for options that measure
         (`quantizer`). Every process of a run must call it.
@@ -176,8 +182,8 @@ class Explorer:
         Returns:
             The parameters of the policy, a tree of the structure of the base:
 
-            * At the paths in `quantized`, if the format quantizes: new `Quantized` leaves, made
-              from the base with its adapter merged, or from the array that is trained in full.
+            * At the paths in `self.quantized`, if the format quantizes: new `Quantized` leaves,
+              made from the base with its adapter merged, or from the array that is trained in full.
             * At other trained paths: `LowRank` leaves (the base's array and the float32 adapter,
               unmerged), or the arrays that are trained in full, in the dtype of the base.
             * Elsewhere: the arrays of the base.
@@ -216,8 +222,8 @@ class Explorer:
 
         Returns:
             A sampler named "explore" with this policy and its schedule. Decoder, latent shape and
-            number of samples per device are those of `calibration.sampler`. It records no states
-            and keeps no intermediate latents.
+            number of samples per device are those of `calibration.sampler`, the sampler of the base
+            in the training precision. It records no states and keeps no intermediate latents.
 
         Raises:
             KeyError: If the format of the setting is no key of `FORMATS`, or the base has no
@@ -239,8 +245,9 @@ class Explorer:
     def segments(self, segment: Segment, exact: Params, precision: str) -> tuple[Segment, ...]:
         """Divides the solver steps of exploration into segments, as the active options ask.
 
-        A segment is a policy and the consecutive solver steps that it takes. Options may add one,
-        for example first steps with the unquantized policy.
+        A segment is a policy and the consecutive solver steps that it takes. An option may add a
+        segment, for example the first steps with the unquantized policy. An option is active if
+        its field of `rollout.explore` does not have its default.
 
         Args:
             segment: The policy that explores, with all steps of the schedule.

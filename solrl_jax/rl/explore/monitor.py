@@ -33,8 +33,9 @@ def setting_ladder(
     """Lists the settings that the monitor chooses from, each more faithful than the one before.
 
     They are the configured format with the configured steps; the same format with all steps; FP8
-    with all steps, if it has more bits per weight (`Format.bits_per_weight`) than the configured
-    format; and the training precision with all steps, on the same condition.
+    with all steps; and the training precision with all steps. FP8 and the training precision are
+    each left out unless they have more bits per weight (`Format.bits_per_weight`) than the
+    configured format.
 
     Args:
         form: The configured exploration format.
@@ -68,10 +69,10 @@ def next_level(history: Sequence[tuple[int, float]], floor: float, last: int) ->
 
     * If the median of the last 3 correlations with the present setting is below `floor`, the index
       rises by one, up to `last`.
-    * If that median is at least `floor` and the present setting has had 10 correlations, the index
-      (above 0) falls by one, as a trial. If the index rises from the setting of the last trial,
-      however late, the number 10 becomes 20, then 40, and so on; if it rises from any other
-      setting, the number is 10 again.
+    * If that median is at least `floor` and the present setting has at least 10 correlations, the
+      index (above 0) falls by one, as a trial. Whenever the index rises from the setting that the
+      last trial fell to, however late, the number 10 doubles (20, 40, and so on). If the index
+      rises from any other setting, the number is 10 again.
 
     Args:
         history: For each iteration so far, from the first: the index of the setting that it

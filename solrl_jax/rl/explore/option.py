@@ -52,8 +52,8 @@ class Calibration:
     @property
     def schedule(self) -> Schedule:
         """The full schedule, with all steps of the regeneration and without exploration options. If
-        `rollout.noise_level` is above 0, it adds noise as `Explorer.schedule` describes for
-        `noise_start` 0.
+        `rollout.noise_level` is above 0, its first `rollout.sde_window_size` steps add noise, or
+        all but the last without a window size.
         """
         return self.sampler.segments[0].schedule
 
@@ -124,7 +124,8 @@ class ExplorationOption(abc.ABC):
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         """Returns the schedule to explore on: its sigmas and solver coefficients.
 
-        It may sample from the base (`measures`); every process of a run must then call it.
+        It may sample from the base (the method `measures` tells whether it does); every process of
+        a run must then call it.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own
@@ -133,8 +134,8 @@ class ExplorationOption(abc.ABC):
             schedule: The schedule as the options before this one have left it.
 
         Returns:
-            A schedule with the same number of steps, or the full schedule if that has fewer. By
-            default `schedule` itself.
+            A schedule with as many steps as `schedule`, or the full schedule (that of the
+            regeneration) if that has fewer steps than `schedule`. By default `schedule` itself.
         """
         return schedule
 
@@ -149,7 +150,7 @@ class ExplorationOption(abc.ABC):
         """Returns the quantizer of the policy that explores: how each of its weights is quantized.
 
         It is called only for formats that quantize. It may sample from the base and differentiate
-        it (`measures`); every process of a run must then call it.
+        it (the method `measures` tells whether it does); every process of a run must then call it.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own
@@ -188,8 +189,8 @@ class ExplorationOption(abc.ABC):
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """Returns the result of `quantizer` with a `jax.ShapeDtypeStruct` in place of each array
-        that it would measure. For plans and reports; nothing is measured.
+        """Returns the result of the method `quantizer` with a `jax.ShapeDtypeStruct` in place of
+        each array that it would measure. For plans and reports; nothing is measured.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own

@@ -62,8 +62,9 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
     """Finds the linear layers that may be quantized: all but those that a rule keeps in the
     training precision.
 
-    A layer is kept if its path contains a name in `modules_to_not_convert`, or if it is narrow
-    (`min_width_ratio`, explained in `why_kept`).
+    A layer is kept if its path contains a name in `modules_to_not_convert`, or if its width (the
+    larger of its numbers of inputs and outputs) is at most `min_width_ratio` times the width of the
+    network (`why_kept`).
 
     Args:
         params: The parameters of the network, or their shapes.
@@ -77,8 +78,9 @@ def quantized_paths(params: Params, rules: Quantization, form: Format) -> tuple[
         stack, as in `transformer_blocks/0-12/attn/to_k/kernel`.
 
     Raises:
-        ValueError: If a name or a pattern of the rules matches no linear layer, if the network has
-            none, or if the format quantizes and the rules keep every layer.
+        ValueError: If a name in `modules_to_not_convert` or a pattern in `fused` matches no linear
+            layer, if the network has none, or if the format quantizes and the rules keep every
+            layer.
     """
     reasons = why_kept(params, rules)
     if all(reasons.values()) and form.quantize:
@@ -93,15 +95,16 @@ def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
 
     A layer is kept if its path contains a name in `modules_to_not_convert` as a substring. It is
     also kept if it is narrow: if its width, the larger of its numbers of inputs and outputs, is at
-    most `min_width_ratio` times the width of the network. That is the smallest width, not counting
-    fusion, of the layers in stacked blocks, kept or not (of all layers if nothing is stacked).
+    most `min_width_ratio` times the width of the network. The width of the network is the smallest
+    width, not counting fusion, of the layers in stacked blocks, kept or not (of all layers if
+    nothing is stacked).
 
     Args:
         params: The parameters of the network, or their shapes. At least one linear layer.
         rules: The section `model.quantization` of the configuration: `modules_to_not_convert`,
             `min_width_ratio`, and `fused`. `fused` has regular expressions for the paths of layers
             that are one layer in the released implementation, such as keys and values. The outputs
-            of such layers count together.
+            of layers in the same module that match the same expression count together.
 
     Returns:
         By path, sorted: "skip NAME" with the first name that is in the path; "min_dim WIDTH" with
@@ -109,8 +112,8 @@ def why_kept(params: Params, rules: Quantization) -> dict[str, str]:
         layer that is not kept.
 
     Raises:
-        ValueError: If a name or an expression of the rules matches no linear layer, or there is
-            none.
+        ValueError: If a name or an expression of the rules matches no linear layer, or the network
+            has none.
     """
     kernels = _linear_kernels(params)
     for name in rules.modules_to_not_convert:
@@ -160,12 +163,12 @@ def report(
             arrays for each quantized weight, which count in the bytes. None: no options.
 
     Returns:
-        One entry per parameter (a layer or a stack of layers), sorted by path. `errors` is empty;
-        `with_errors` adds it.
+        One entry per parameter (a layer or a stack of layers), sorted by path. `errors`, the
+        quantization errors, is empty; `with_errors` adds it.
 
     Raises:
-        ValueError: If a name or an expression of the rules matches no linear layer, or there is
-            none.
+        ValueError: If a name or an expression of the rules matches no linear layer, or the network
+            has none.
     """
     kernels = _linear_kernels(params)
     reasons = why_kept(params, rules)
@@ -223,7 +226,7 @@ def with_errors(
     The error is that of the format alone, without exploration options.
 
     Args:
-        layers: The entries of `report` for these parameters.
+        layers: The report: the entries that the function `report` returns for these parameters.
         params: The parameters of the base, as arrays, on whose devices the errors are computed.
         adapters: The trainable parameters by path. An adapter is merged first, and an array that is
             trained in full takes the place of the base's.
@@ -232,8 +235,8 @@ def with_errors(
 
     Returns:
         The entries in their order, with `errors` of quantized parameters: |quantized - exact| /
-        |exact| of each layer in float32, NaN for a matrix of zeros. Parameters that are not
-        quantized keep their entries, without errors.
+        |exact| of each layer in the Frobenius norm, computed in float32, NaN for a matrix of zeros.
+        Parameters that are not quantized keep their entries, without errors.
 
     Raises:
         AssertionError: If a layer of the report is quantized, but the format quantizes nothing.
@@ -314,9 +317,9 @@ def _line(layer: LinearLayer, form: Format, width: int) -> str:
         width: The number of columns for the path.
 
     Returns:
-        The path; the shape as "LAYERS x IN -> OUT"; the megabytes before and after; and what
-        becomes of the parameter: "stays: REASON", or the name of the format and, if errors were
-        measured, "error SMALLEST to LARGEST" over its layers.
+        The path; the shape as "LAYERS x IN -> OUT"; the size in MB (10^6 bytes) before and after;
+        and the outcome for the parameter: "stays: REASON", or the name of the format and, if errors
+        were measured, "error SMALLEST to LARGEST" over its layers.
     """
     shape = f"{layer.layers} x {layer.n_in} -> {layer.n_out}"
     if layer.reason_kept:

@@ -98,7 +98,7 @@ def sync_policy(
     Every process of a run must call it.
 
     Args:
-        backbone: The base and its mesh, which is made the ambient mesh.
+        backbone: The base and its mesh, which is the ambient mesh during this call.
         adapters: The trainable parameters of the policy by path.
         scale: The factor of the product of LoRA factors, alpha / rank.
         paths: The paths of the kernels to quantize, such as `transformer_blocks/attn2/to_k/kernel`.

@@ -37,7 +37,7 @@ def awm(
 
         l     = mean((v - (noise - x0))^2)                       l_old is that of v_old
         log R = 4 sigma ((l_old + 1e-10)^(1/4) - (l + 1e-10)^(1/4))
-        A     = 2 q - 1, in [-1, 1]
+        A     = 2 q - 1, in [-1, 1]              the advantage divided by adv_clip_max
         loss  = max(-A R, -A clip(R, 1 - c, 1 + c))
                 + kl_coef mean((v - v_ref)^2) + mean((v - v_old)^2)
 
@@ -55,8 +55,8 @@ def awm(
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
         "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs from 1 by more than c, else 0),
-        "loss/drift" (mean((v - v_old)^2)) and, unless `kl_coef` is 0, "loss/kl" (the distance to
-        the reference, without `kl_coef`).
+        "loss/drift" (mean((v - v_old)^2), the last term) and, unless `kl_coef` is 0, "loss/kl" (the
+        distance to the reference, without `kl_coef`).
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)
@@ -77,7 +77,8 @@ def _error_near(
 
     The result is `error_old` plus the difference of the two losses, so it equals `error_old`
     exactly for equal velocities. If the loss of `v`, computed directly, is less than half of
-    `error_old`, that value is returned instead, because the sum could round below 0.
+    `error_old`, the directly computed loss is returned instead, because the sum could round below
+    0.
 
     Args:
         error_old: The flow-matching loss of `v_old`.

@@ -32,23 +32,25 @@ def flow_cps(
         loss  = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((m - m_ref)^2) / (2 std^2)
         m     = a x + b (x - sigma v)                the mean of the step
 
-    With `kl_fraction` below 1, the KL term is 0 for samples without a reference and scaled up for
-    the others (`distance_to_reference`).
+    Means are over the dimensions of a sample. As in the released code, log R is not divided by 2
+    std^2. With `algorithm.kl_fraction` below 1, the KL term is 0 for samples without a reference
+    and scaled up for the others (`distance_to_reference`).
 
     Args:
         velocities: The velocities that the trained (v), the old (v_old) and the reference policy
             (v_ref) predict. m_old and m_ref are the means with v_old and v_ref in place of v. Only
             v has a gradient.
         target: The recorded steps to train on: the latents x and `after`, the coefficients a and b,
-            the standard deviation `std`, the sigma, and the optimality q of their samples.
+            the standard deviation `std`, the sigma, and the optimality q in [0, 1] of their
+            samples.
         algorithm: `clip_range` is c, `adv_clip_max` the largest advantage, and `kl_coef` the weight
             of the distance to the reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs from 1 by more than c, else 0),
-        "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0,
-        "loss/kl" (the second term without `kl_coef`).
+        "ratio" (R, at most 1e6 in this metric), "ratio/clipped" (1 if R differs from 1 by more than
+        c, else 0), "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless
+        `kl_coef` is 0, "loss/kl" (the second term without `kl_coef`).
 
     Raises:
         AssertionError: If the target has no recorded step.

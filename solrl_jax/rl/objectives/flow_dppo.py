@@ -28,7 +28,7 @@ def flow_dppo(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Makes the steps to good samples more probable, and those to bad ones less probable.
 
-        R      = p(after | x) / p_old(after | x)     mean over dimensions of the log-densities
+        R      = exp(mean(ln p(after | x) - ln p_old(after | x)))     mean over dimensions
         A      = adv_clip_max (2 q - 1)
         D      = mean((m - m_old)^2) / (2 std^2)
         masked = D >= kl_mask_threshold and (A > 0 and R > 1 or A < 0 and R < 1)
@@ -44,16 +44,17 @@ def flow_dppo(
             (v_ref) predict. m_old and m_ref are the means with v_old and v_ref in place of v. Only
             v has a gradient.
         target: The recorded steps to train on: the latents x and `after`, the coefficients a and b,
-            the standard deviation `std`, the sigma, and the optimality q of their samples.
+            the standard deviation `std`, the sigma, and the optimality q in [0, 1] of their
+            samples.
         algorithm: `kl_mask_threshold` is the divergence D from which a term may be left out,
             `adv_clip_max` the largest advantage, and `kl_coef` the weight of the distance to the
             reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R, at most 1e6), "ratio/masked" (1 if the term is left out, else 0), "divergence"
-        (D), "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0,
-        "loss/kl" (the second term without `kl_coef`).
+        "ratio" (R, at most 1e6 in this metric), "ratio/masked" (1 if the term is left out, else 0),
+        "divergence" (D), "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless
+        `kl_coef` is 0, "loss/kl" (the second term without `kl_coef`).
 
     Raises:
         AssertionError: If the target has no recorded step.

@@ -25,15 +25,15 @@ def flow_grpo(
 ) -> tuple[PerSample, dict[str, PerSample]]:
     """Makes the steps to good samples more probable, and those to bad ones less probable.
 
-        R    = p(after | x) / p_old(after | x)       mean over dimensions of the log-densities
+        R    = exp(mean(ln p(after | x) - ln p_old(after | x)))     mean over dimensions
         A    = adv_clip_max (2 q - 1)
         loss = max(-A R, -A clip(R, 1 - c, 1 + c))
                + kl_coef mean((m - m_ref)^2) length / (2 std^2)
         m    = a x + b (x - sigma v)                 the mean of the step
 
     As in the released code, the KL term divides by the variance per unit of sigma, std^2 / length.
-    With `kl_fraction` below 1, it is 0 for samples without a reference and scaled up for the others
-    (`distance_to_reference`).
+    With `algorithm.kl_fraction` below 1, the KL term is 0 for samples without a reference and
+    scaled up for the others (`distance_to_reference`).
 
     Args:
         velocities: The velocities that the trained (v), the old (v_old) and the reference policy
@@ -41,15 +41,15 @@ def flow_grpo(
             v_old. Only v has a gradient.
         target: The recorded steps to train on: the latents x and `after`, the coefficients a and b,
             the standard deviation `std`, the sigma, `length` (by how much sigma falls), and the
-            optimality q of their samples.
+            optimality q in [0, 1] of their samples.
         algorithm: `clip_range` is c, `adv_clip_max` the largest advantage, and `kl_coef` the weight
             of the distance to the reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs from 1 by more than c, else 0),
-        "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless `kl_coef` is 0,
-        "loss/kl" (the second term without `kl_coef`).
+        "ratio" (R, at most 1e6 in this metric), "ratio/clipped" (1 if R differs from 1 by more than
+        c, else 0), "loss/drift" (mean((v - v_old)^2), which is not trained on) and, unless
+        `kl_coef` is 0, "loss/kl" (the second term without `kl_coef`).
 
     Raises:
         AssertionError: If the target has no recorded step.

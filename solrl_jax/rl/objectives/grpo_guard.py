@@ -45,15 +45,15 @@ def grpo_guard(
             v has a gradient.
         target: The recorded steps to train on: the latents x and `after`, the coefficients a and b,
             the standard deviation `std`, the sigma, `length` (by how much sigma falls), and the
-            optimality q of their samples.
+            optimality q in [0, 1] of their samples.
         algorithm: `clip_range` is c, `adv_clip_max` the largest advantage, and `kl_coef` the weight
             of the distance to the reference.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term,
-        with the division by `length`), "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs
-        from 1 by more than c, else 0), "loss/drift" (mean((v - v_old)^2), which is not trained on)
-        and, unless `kl_coef` is 0, "loss/kl" (the second term without `kl_coef`).
+        with the division by `length`), "ratio" (R, at most 1e6 in this metric), "ratio/clipped" (1
+        if R differs from 1 by more than c, else 0), "loss/drift" (mean((v - v_old)^2), which is not
+        trained on) and, unless `kl_coef` is 0, "loss/kl" (the second term without `kl_coef`).
 
     Raises:
         AssertionError: If the target has no recorded step.

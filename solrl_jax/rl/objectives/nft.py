@@ -22,7 +22,8 @@ def nft(
     """Computes the objective of Sol-RL, the loss of DiffusionNFT: `nft_loss` with the configured
     coefficients.
 
-    It pulls the policy towards samples of high optimality and pushes it away from the others.
+    It pulls the policy towards each sample with the weight q, the optimality of the sample, and
+    pushes it away with the weight 1 - q.
 
     Args:
         velocities: The velocities that the trained (v), the old (v_old) and the reference policy
@@ -32,8 +33,8 @@ def nft(
             optimality q in [0, 1] of each.
         algorithm: `beta` is the mixing weight of DiffusionNFT, above 0: the positive and the
             negative policy are `v_old + beta (v - v_old)` and `v_old - beta (v - v_old)`. `kl_coef`
-            is the weight of the distance to the reference, and `adv_clip_max` multiplies the rest
-            of the loss.
+            is the weight of the distance to the reference, and `adv_clip_max / beta` multiplies the
+            rest of the loss.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the loss without
@@ -75,14 +76,14 @@ def nft_loss(
         velocities: The velocities that the trained (v), the old (v_old) and the reference policy
             (v_ref) predict. Only v has a gradient.
         target: The noised samples x to train on, with their clean latents x0, their sigma and their
-            optimality q.
+            optimality q in [0, 1].
         beta: The mixing weight of the paper, above 0: the weight of v in v_pos, and how far v_neg
             lies on the other side of v_old.
         kl_coef: The weight of the distance to the reference, a Python number, not an array. With 0,
             no result depends on `velocities.reference`, so XLA does not compute that array under
             jit. It must be given even then.
         adv_clip_max: The factor of the first term, `algorithm.adv_clip_max`. Advantages were
-            clipped to this bound and divided by it to give q.
+            clipped to this bound, divided by it, and mapped from [-1, 1] to [0, 1] to give q.
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),

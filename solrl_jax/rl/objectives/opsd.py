@@ -49,8 +49,9 @@ def targets(
         algorithm: `target_radius` is rho, and `target_steps` is n.
 
     Returns:
-        "positive", the latents with a higher reward, and "negative", the latents with a lower one.
-        If a gradient of a sample has a non-finite value, so has the target made with it.
+        "positive", the latents that were moved up the reward, and "negative", those that were moved
+        down, both in the shape of `anchor`. Whether the reward there is higher or lower is not
+        checked. If a gradient of a sample has a non-finite value, so has the target made with it.
     """
     length = algorithm.target_radius / algorithm.target_steps
     _, first = gradient(anchor)
@@ -129,7 +130,7 @@ def _move(
 
     Args:
         latents: The latents.
-        gradient: The gradient of the reward there. A gradient of zero moves nothing.
+        gradient: The gradient of the reward at `latents`. A gradient of zero moves nothing.
         anchor: The clean latents whose norm is the unit of the distance.
         step: The distance in this unit; below 0 against the gradient.
 

@@ -89,7 +89,7 @@ def export_diffusers(
     """Writes a file that `load_lora_weights` of the diffusers pipelines reads.
 
     The file appears whole, by a rename, after it has been read back and compared; an earlier one
-    stays if an error is raised. Layers whose two factors are zero are left out.
+    stays if an error is raised. Layers are left out if A and B are both zero, but not if only B is.
 
     Args:
         path: The file to write. It ends in .safetensors and is replaced if it exists. Missing
@@ -134,11 +134,12 @@ def export_peft(
     """Writes a directory that `PeftModel.from_pretrained` reads onto the transformer.
 
     The directory appears whole, by a rename. An earlier export in its place is moved away just
-    before and then removed; it stays if an error is raised. Layers whose two factors are zero are
-    left out.
+    before and then removed; it stays if an error is raised. Layers are left out if A and B are both
+    zero, but not if only B is.
 
     Args:
-        folder: The directory to write. Missing parent directories are created.
+        folder: The directory to write. It may exist if it is empty or holds only an earlier export.
+            Missing parent directories are created.
         adapters: The trainable parameters by path, which must all be LoRA adapters.
         settings: Rank and alpha of the adapters, which `adapter_config.json` records.
         table: The network's parameters with their names in released files
@@ -376,7 +377,8 @@ class _Slot:
             rank: The rank of the adapter, at least 1.
 
         Returns:
-            {"a": (rank, n_in), "b": (n_out, rank)}, both followed by the trailing axes `ones`.
+            {"a": (rank, n_in), "b": (n_out, rank)}, both followed by `self.ones`: (1, 1) for a 1x1
+            convolution, else nothing.
         """
         return {"a": (rank, self.n_in, *self.ones), "b": (self.n_out, rank, *self.ones)}
 
@@ -617,8 +619,8 @@ def _check_shapes(
     Raises:
         InputError: If a factor of a layer is missing or has another shape (B of fused modules has
             the outputs of all), its rank is below 1 or above the largest number of inputs or
-            outputs of a layer of the network, or an alpha has not exactly one element. The message
-            has the number of problems and the first 5.
+            outputs that any layer of the network has, or an alpha has not exactly one element. The
+            message has the number of problems and the first 5.
     """
     # No matrix of the network has a higher rank.
     largest = max(max(slot.n_in, slot.n_out) for slot in slots.values())

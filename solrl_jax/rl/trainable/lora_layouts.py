@@ -202,7 +202,8 @@ def parse_keys(keys: Iterable[str], modules: Collection[str]) -> ParsedKeys:
 
     Returns:
         The layers of the file, each with the keys of its tensors (a layer may lack a part), the
-        layout, and the sorted keys of text encoders, of DoRA, of biases and unknown ones.
+        layout (the program that wrote the file, e.g. "kohya"), and the sorted keys of text
+        encoders, of DoRA, of biases and unknown ones.
     """
     names = _file_names(modules)
     parsed = ParsedKeys({}, _layout(keys), [], [], [], [])
@@ -244,7 +245,7 @@ def _file_names(modules: Collection[str]) -> dict[str, tuple[tuple[str, ...], bo
     Returns:
         By name, without a prefix such as "transformer." or an ending such as ".lora_A.weight", a
         pair: the diffusers modules that it stands for (one, or those of a fused layer in the order
-        of their outputs), and whether it is the authors' name.
+        of their outputs), and whether it is the authors' name, also in kohya's form.
     """
     names: dict[str, tuple[tuple[str, ...], bool]] = {
         module: ((module,), False) for module in modules

@@ -177,8 +177,8 @@ def attach(
     Args:
         base: The parameters of the base. They are not copied.
         adapters: The trainable parameters by path. An adapter becomes a `LowRank` leaf (the base's
-            weight and the float32 factors, not merged), and a whole array takes the place of the
-            base's in the dtype of the base.
+            weight and the float32 factors, not merged). A whole array replaces the base's weight
+            and is cast to the dtype of that weight.
         scale: The factor of the product of LoRA factors, alpha / rank.
         quantized: Quantized leaves by path, with the adapters merged in, which take precedence over
             `adapters`; paths that the base does not have are ignored. None: there are none.
@@ -245,8 +245,8 @@ def map_layers(
         *extra_arrays: Further arrays that `f` takes, with a leading axis of layers if `w` has one.
 
     Returns:
-        What `f` returns, any tree of arrays; for a stacked weight the results stacked along a new
-        leading axis.
+        The result of `f`, any tree of arrays; for a stacked weight the results of all layers,
+        stacked along a new leading axis.
     """
     adapter: dict[str, Array] = {}
     if isinstance(trained, dict):
@@ -269,7 +269,8 @@ def flatten(params: Params) -> dict[str, Any]:
     """Returns the leaves of a tree of parameters by path, such as `blocks/attn/to_q/kernel`.
 
     Args:
-        params: Nested dicts. Leaves are not copied and may be of any kind.
+        params: Nested dicts, whose keys are names or numbers (indices of lists). Every other value
+            is a leaf, of any kind, which is not copied. Empty dicts are left out.
 
     Returns:
         The leaves in the order of the dicts' entries, by their keys joined by "/".

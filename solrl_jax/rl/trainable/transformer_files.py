@@ -65,7 +65,7 @@ def check_directory(folder: Path) -> None:
 
 
 def refuse_component(path: Path, base: Path) -> None:
-    """Checks that an export would write nothing into a component of the base model.
+    """Checks that the path of an export does not belong to a component of the base model.
 
     Args:
         path: The file or directory to be written. It need not exist. It is refused as it is named,
@@ -109,7 +109,7 @@ def export_transformer(
         folder: The directory to write. Missing parent directories are created.
         backbone: The base, and the directory whose `transformer/config.json` is copied.
         trained: The trainable parameters by path: whole arrays take the place of the base's, and
-            adapters are written to `pytorch_lora_weights.safetensors` beside them.
+            adapters are written to `pytorch_lora_weights.safetensors` in the same directory.
         settings: Rank and alpha of the adapters. They have no effect without adapters.
         dtype: The dtype of all tensors, also of the adapters, e.g. `jnp.float32` (the default) or
             `jnp.bfloat16`.

@@ -18,8 +18,8 @@ class Attention(ExplorationOption):
     GPUs from Hopper on run the attention in FP8, for heads with a multiple of 16 features, up to
     128; CPUs emulate it with the same rounding. On all other devices and for other heads, queries,
     keys, values and results are rounded to FP8, and the attention itself runs in BF16. SANA,
-    Qwen-Image and Z-Image have linear or masked attention. With this option, an error is raised
-    when such a model is opened.
+    Qwen-Image and Z-Image have linear or masked attention. With this option, a run that opens such
+    a model ends with an InputError.
     """
 
     def active(self, explore: Explore) -> bool:

@@ -72,8 +72,9 @@ class Corrected(Quantized):
     basis_weight: Float[Array, "... r n_out"]
 
     def matmul(self, x: Float[Array, "rows n_in"]) -> Float[Array, "rows n_out"]:
-        """Multiplies inputs by the weight: `(x U) (U^T W)` plus the low-precision matmul of the
-        rest `x - x U U^T` with the remainder.
+        """Multiplies inputs by the weight W: `(x U) (U^T W)` plus the low-precision matmul of the
+        rest `x - x U U^T` with the field `remainder`, the quantized `W - U U^T W`. U and `U^T W`
+        are the fields `basis` and `basis_weight`.
 
         Args:
             x: Inputs of a floating-point dtype.
@@ -90,7 +91,9 @@ class Corrected(Quantized):
         return matmul_sharded(rest, self.remainder) + inner @ basis_weight
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """Returns the matrix that the leaf represents, `remainder + U (U^T W)`, in float32."""
+        """Returns the matrix that the leaf represents, `remainder + basis @ basis_weight`, in
+        float32.
+        """
         along_basis = self.basis.astype(jnp.float32) @ self.basis_weight.astype(jnp.float32)
         return dequantize(self.remainder) + along_basis
 
@@ -152,7 +155,9 @@ class Probe(Leaf):
         return _probe(x, self.weight.astype(x.dtype), self.basis)
 
     def dequantize(self) -> Float[Array, "... n_in n_out"]:
-        """Returns the plain weight, in float32. The basis plays no part."""
+        """Returns the field `weight`, which is not quantized, in float32. The field `basis`, the
+        directions for the measurement, plays no part.
+        """
         return self.weight.astype(jnp.float32)
 
 
@@ -174,7 +179,7 @@ def _probe(
 
 
 def _probe_forward(x, w, basis):
-    """Runs the forward pass of `_probe`.
+    """Runs the forward pass of `_probe`, a matmul that measures its inputs in the backward pass.
 
     Args:
         x: Inputs [rows, n_in].
@@ -213,8 +218,9 @@ class Correction(ExplorationOption):
     """Keeps the part of each quantized weight along the principal directions of its inputs in the
     training precision, as a low-rank branch, and quantizes the rest.
 
-    The directions, those with the largest sum of squares, are measured on the base. Formats that
-    quantize nothing are not changed.
+    The directions are the `rollout.explore.correction_rank` ones along which the inputs of the
+    layer have the largest sum of squares, measured on the base. Formats that quantize nothing are
+    not changed.
     """
 
     def active(self, explore: Explore) -> bool:
@@ -248,8 +254,9 @@ class Correction(ExplorationOption):
                 number of directions.
             calibration: The base policy and the samples to measure on.
             paths: The parameter paths of the quantized linear layers.
-            quantizer: The quantizer of the format, whose function takes a matrix alone and
-                quantizes the rest of each weight. Its `extra_arrays`, if any, are dropped.
+            quantizer: The quantizer of the format. Its function must take a matrix without extra
+                arrays. It will quantize each weight minus the part along the directions. Its
+                `extra_arrays`, if any, are dropped.
             schedule: The exploration schedule. The inputs are measured at its sigmas.
 
         Returns:
@@ -268,15 +275,16 @@ class Correction(ExplorationOption):
     def abstract_quantizer(
         self, explore: Explore, weights: dict[str, jax.ShapeDtypeStruct], quantizer: Quantizer
     ) -> Quantizer:
-        """Returns the result of `quantizer`, with the shapes of the directions in place of measured
-        directions.
+        """Returns the result of the method `quantizer`, with the shapes of the directions in place
+        of measured directions.
 
         Args:
             explore: The section `rollout.explore` of the configuration. `correction_rank` is the
                 number of directions.
             weights: The shapes of the quantized weights [..., in, out] by parameter path.
-            quantizer: The quantizer of the format, whose function takes a matrix alone and
-                quantizes the rest of each weight. Its `extra_arrays`, if any, are dropped.
+            quantizer: The quantizer of the format. Its function must take a matrix without extra
+                arrays. It will quantize each weight minus the part along the directions. Its
+                `extra_arrays`, if any, are dropped.
 
         Returns:
             The quantizer. For each path it has one extra array, the shape [..., in,
@@ -364,7 +372,7 @@ def _random_directions(base: Params, paths: tuple[str, ...], count: int) -> dict
         count: The number of directions. A layer with fewer inputs has as many directions as inputs.
 
     Returns:
-        By path, orthonormal columns [..., in, count], float32, on the host.
+        By path, orthonormal columns [..., in, min(count, in)], float32, on the host.
 
     Raises:
         KeyError: If the base has no parameter of a path.

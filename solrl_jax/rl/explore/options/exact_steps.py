@@ -14,10 +14,11 @@ from solrl_jax.rl.sampler import Segment
 
 
 class ExactSteps(ExplorationOption):
-    """Lets the first steps of exploration use the unquantized policy, and the others the quantized
-    one.
+    """Lets the first `rollout.explore.exact_steps` steps of exploration use the unquantized policy,
+    and the others the quantized one.
 
-    It has no effect for a format that quantizes nothing.
+    There must be fewer exact steps than exploration steps. 0, the default, disables the option. It
+    has no effect for a format that quantizes nothing.
     """
 
     def active(self, explore: Explore) -> bool:

@@ -31,9 +31,9 @@ class Preview(ExplorationOption):
     """Replaces the schedule of exploration by the first sigmas of the full one and long fitted
     steps.
 
-    The first n / 2 of n exploration steps (rounded down) are those of the full schedule. The
-    others divide the rest of it, and their solver coefficients are fitted to samples of the base.
-    It applies to all formats.
+    The first n / 2 of n exploration steps (rounded down) are the first steps of the full schedule.
+    The others divide the rest of it, and their solver coefficients are fitted once to samples of
+    the base model. It applies to all formats.
     """
 
     def active(self, explore: Explore) -> bool:
@@ -41,7 +41,8 @@ class Preview(ExplorationOption):
         return explore.sigmas == "first"
 
     def measures(self, explore: Explore, full_steps: int, quantizes: bool) -> bool:
-        """Returns whether there are fewer steps than in the regeneration: then some are fitted.
+        """Returns whether there are fewer exploration steps than regeneration steps: only then are
+        solver coefficients fitted.
 
         Args:
             explore: The section `rollout.explore` of the configuration. `num_steps` is the number
@@ -52,15 +53,16 @@ class Preview(ExplorationOption):
         return explore.num_steps < full_steps
 
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
-        """Returns the schedule with the first sigmas of the full one and the fitted steps.
+        """Returns the schedule with the first sigmas of the full one and then long steps, whose
+        solver coefficients are fitted to follow samples of the base on the full schedule.
 
         This encodes the calibration prompts and samples from the base, unless the full schedule
         itself is returned. Every process of a run must call it.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which plays no part here.
-            calibration: The base policy, its full schedule, and the samples that the steps are
-                fitted to.
+            calibration: The base policy, its full schedule, and the prompts and seeds of the
+                samples that this method generates and fits the steps to.
             schedule: The schedule to replace. Only its number of steps matters.
 
         Returns:
@@ -69,7 +71,8 @@ class Preview(ExplorationOption):
             the full schedule itself.
 
         Raises:
-            numpy.linalg.LinAlgError: If the base predicts values that are not finite.
+            numpy.linalg.LinAlgError: If the base predicts values that are not finite on the new
+                sigmas.
             InputError, OSError, RunError: If the prompts of the calibration cannot be encoded.
         """
         full = calibration.schedule
@@ -148,7 +151,9 @@ def fitted_table(
 
     Raises:
         KeyError: If a fitted step ends at a sigma that is not in `full`.
-        numpy.linalg.LinAlgError: If `predict` returns values that are not finite.
+        numpy.linalg.LinAlgError: If latents or predictions that a fitted step combines are not
+            finite. If only the final latents of the full schedule are not, nothing is raised, and
+            the coefficients of the last step are NaN.
     """
     x = noise
     history = (np.zeros_like(noise),) * 3  # the last three data predictions, the newest first
@@ -199,12 +204,13 @@ def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
 
     Args:
         terms: The four latents to combine, of one shape: the state and the last three data
-            predictions.
+            predictions, the newest first.
         target: The latents to approximate, in the same shape.
 
     Returns:
         The weights of the four terms, rounded to six decimals, and 0 for the noise. If the best
-        weights are not unique, those of smallest norm; terms that are zero get weight 0.
+        weights are not unique, those of smallest norm; terms that are zero get weight 0. NaN if
+        `target` is not finite.
 
     Raises:
         numpy.linalg.LinAlgError: If a term is not finite.
