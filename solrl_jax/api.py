@@ -63,12 +63,12 @@ def load(preset: str, *overrides: str) -> Experiment:
         preset: The name of a preset, e.g. "tiny". `preset_names()` lists all.
         *overrides: Settings that differ from the preset, as `key=value`, e.g. "seed=1". A later one
             takes precedence. "mesh=auto" chooses the mesh, the gradient checkpointing and the batch
-            sizes for the devices of this host, from plans that the package contains
-            (`planning.proposals`). If no plan of the model fits, these settings are a guess that
-            saves memory, and include `model.vae_tile_size` for images above 512 pixels. Nothing is
-            chosen if there is no plan of the model for this platform (a CPU has none) and at least
-            this image size, or if `train.parameters` is not "adapters". "mesh=auto" changes no
-            setting that another override names.
+            sizes for the devices of this host, from the plans that the package contains for the
+            model, the platform and at least this image size (`planning.proposals`). If there are
+            such plans but none fits the devices, the settings are a guess that saves memory, with
+            `model.vae_tile_size` for images above 512 pixels in height or width. Nothing is chosen
+            if there are no such plans (a CPU has none), or if `train.parameters` is not "adapters".
+            "mesh=auto" changes no setting that another override names.
 
     Returns:
         The experiment (`rl.experiment.Experiment`): the configuration, the models with their
@@ -229,11 +229,10 @@ def train(
 
     Returns:
         A dictionary: "run" (the directory as text), "iterations" (the number of complete ones),
-        "interrupted" (always False; True in the summary of TrainingInterrupted), "saved" (always
-        True), "trained_in_full" (the number of arrays that are trained in full, 0 for LoRA alone),
-        and "before" and "after" (the first and the last evaluation of the run: a dictionary of
-        numbers by metric, e.g. "eval/reward", with None for one that is not finite; {} if there is
-        none).
+        "interrupted" (False; only the summary of TrainingInterrupted has True), "saved" (True),
+        "trained_in_full" (the number of arrays that are trained in full, 0 for LoRA alone), and
+        "before" and "after" (the first and the last evaluation of the run: a dictionary of numbers
+        by metric, e.g. "eval/reward", with None for one that is not finite; {} if there is none).
 
     Raises:
         TrainingInterrupted: If it was interrupted. A KeyboardInterrupt. The last complete iteration
@@ -404,9 +403,9 @@ def generate(
         seed: The seed of the initial noise, 0 to 2**31 - 1.
         size: (height, width) of the images in pixels, 1 to 16,384 each. Both must be multiples of a
             number that depends on the model. For video models (Wan), (height, width, frames) with 1
-            plus a multiple of 4 frames. A missing number of frames is that of `latents`, of the
-            run's evaluation or of the model's default, and so is the whole size if it is None. A
-            size must not contradict `latents`.
+            plus a multiple of 4 frames. None: the size of `latents` if they are given, else that of
+            the run's evaluation or the model's default. A missing number of frames has the same
+            source. A size must not contradict `latents`.
         latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, or [N, C, t, h,
             w] for video models, as for the pipelines of diffusers (but not packed for FLUX.1). All
             values must be finite. The seed then has no effect. None: drawn from the seed.
@@ -482,10 +481,10 @@ def generate_with_latents(
     Returns:
         A `Generation` with arrays of NumPy: `images`, float32 [N, height, width, 3] in [0, 1], or
         clips, [N, frames, height, width, 3]; `latents`, the initial noise, float32 [N, C, h, w], or
-        [N, C, t, h, w] for clips, for `generate` or a pipeline of diffusers (for that of FLUX.1 it
-        must first be packed, with `FluxPipeline._pack_latents`); `num_steps`; `precision`, a
-        description of the number format; and `frames_per_second`, an int that has no meaning for
-        images.
+        [N, C, t, h, w] for clips, for `generate` or a pipeline of diffusers (for those of FLUX.1
+        and Qwen-Image it must first be packed, with their `_pack_latents`); `num_steps`;
+        `precision`, a description of the number format; and `frames_per_second`, an int that has no
+        meaning for images.
 
     Raises:
         InputError: If an argument is unknown or cannot be used, or the images need more memory than

@@ -407,8 +407,8 @@ def _check_weights(path: str) -> None:
 
 
 def _reward_sources(config: Config) -> dict[str, Hub | Converted]:
-    """Returns where the released weights of the rewards that a configuration uses come from: the
-    rewards for training, for evaluations only, and for ranking candidates.
+    """Returns the sources of the released weights of all rewards that a configuration uses: those
+    for training, for evaluations only, and for ranking candidates.
 
     Args:
         config: The configuration.

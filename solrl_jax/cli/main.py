@@ -161,9 +161,9 @@ def with_options(message: str, command: click.Command) -> str:
     """Rewrites an error message so that it names options of the command line, not Python arguments.
 
     For example, `num_steps=0: ...` becomes `--num-steps=0: ...`, and `force=True` becomes
-    `--force`. The name of a flag is rewritten only with `=True`, and that of another option without
-    a value only at the beginning of the message. Names of configuration fields, such as
-    `reward.timeout`, are not changed.
+    `--force`. The name of a flag is rewritten only before `=True`. The name of any other option is
+    rewritten before `=`, and without a value only at the beginning of the message. Names of
+    configuration fields, such as `reward.timeout`, are not changed.
 
     Args:
         message: The message of the error.

@@ -19,8 +19,8 @@ overrides_argument = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE].
 class _Path(click.Path):
     """The click type of an option that is a path. A leading `~` is expanded.
 
-    The value is a `pathlib.Path`, which need not exist. Unlike `click.Path`, it also refuses an
-    empty path. The URL of a directory in an object store becomes a `StorePath` if the type was
+    The value is a `pathlib.Path`, which need not exist. Unlike `click.Path`, this type also refuses
+    an empty path. The URL of a directory in an object store becomes a `StorePath` if the type was
     created with `is_run=True` (`RUN_PATH`), and is refused otherwise.
     """
 

@@ -12,8 +12,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def block() -> None:
     """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread until the next call of `unblock`. Calls
-    are not counted: a single `unblock` ends several of them. Threads that run already are not
-    affected.
+    are not counted: a single `unblock` ends several of them. Other threads that run already still
+    receive these signals.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
@@ -30,8 +30,8 @@ def blocked() -> Iterator[None]:
     """Holds back Ctrl-C, SIGTERM and SIGHUP in this thread during a `with` statement.
 
     Signals that were held back arrive at its end. If two such statements are nested, signals arrive
-    at the end of the inner one, and the rest of the outer one holds back nothing. Threads that run
-    already are not affected.
+    at the end of the inner one, and the rest of the outer one holds back nothing. Other threads
+    that run already still receive these signals.
     """
     block()
     try:

@@ -174,8 +174,8 @@ def merge(tree: dict[str, Any], new: Mapping[Any, Any], prefix: str = "") -> Non
             or a dict is replaced as a whole, and so is a section that is not a dict in `tree` or in
             `new`. Unknown names are copied too; nothing is checked.
         prefix: The dotted name of the section that `tree` and `new` are, with a dot at its end,
-            e.g. "rollout."; "" for the whole configuration. By their dotted names, sections are
-            told from fields that are dicts.
+            e.g. "rollout."; "" for the whole configuration. It distinguishes sections from fields
+            that are dicts.
     """
     for key, value in new.items():
         name = f"{prefix}{key}"

@@ -122,11 +122,11 @@ def override(config: Config, overrides: Sequence[str]) -> Config:
             value in YAML ("rollout.kept=12"). "explore=NAME" sets the fields of a file in
             `solrl_jax/configs/explore/`; explicit fields win over it. "explore=NAME" also sets
             `model.quantization` to the rules that a preset of the model has with this file, unless
-            the present rules are those of no such file (the user has then changed them). No other
-            file can be chosen: "objective=nft", for instance, is an error (set the field
-            `algorithm.objective`). With "objective" and "reward", only a function or service
-            outside of the package can be chosen (`parse_overrides`). Field names of version 2 of
-            the configuration, the previous one, are accepted, with a FutureWarning.
+            the user has changed the present rules, i.e. they are not those of any file in this
+            folder. No other file can be chosen: "objective=nft", for instance, is an error (set the
+            field `algorithm.objective`). With "objective" and "reward", only a function, service or
+            entry point outside of the package can be chosen (`parse_overrides`). Field names of
+            version 2 of the configuration, the previous one, are accepted, with a FutureWarning.
 
     Returns:
         The new configuration, checked.

@@ -213,9 +213,10 @@ class Explore(Section):
             and their solver coefficients are fitted to samples of the base model.
         exact_steps: The number of steps at the beginning that run in `rollout.precision` instead,
             at least 0 and less than `num_steps`. No effect if `precision` does not quantize. If
-            regeneration has the same first steps and `rollout.noise_level` is 0, regeneration
-            starts from the latents after these steps, but not after several steps of the solver
-            "dpm2", nor if a state within them may be trained on (`rl.explore.continuation`).
+            regeneration has the same first steps and `rollout.noise_level` is 0, it starts from the
+            latents after these steps. It starts from noise nevertheless if they are two or more
+            steps of the solver "dpm2", or if a state within them may be trained on
+            (`rl.explore.continuation`).
         correction_rank: The rank of an unquantized low-rank branch beside each quantized matmul, as
             in SVDQuant, 0 to 4096. 0: no branch.
         attention: "default": softmax attention runs in the training precision. "fp8": it runs in
@@ -554,9 +555,10 @@ class Algorithm(Section):
         objective: The loss: "nft", "awm", "opsd", "refl", "draft", "dpo", "flow_grpo", "mix_grpo",
             "dance_grpo", "flow_cps", "grpo_guard" or "flow_dppo", or a function of yours as
             `module:function`.
-        beta: Above 0, for three objectives. nft and opsd: the policy `old + beta * (trained - old)`
-            is fitted to good samples or targets, and `old - beta * (trained - old)` to bad ones.
-            dpo: the strength of the preference.
+        beta: Above 0, for three objectives. nft and opsd: if v and v_old are the velocities that
+            the trained and the old policy predict, `v_old + beta * (v - v_old)` is fitted to good
+            samples or targets, and `v_old - beta * (v - v_old)` to bad ones. dpo: the strength of
+            the preference.
         kl_coef: The weight in the loss, at least 0, of the distance to the base model (usually the
             mean squared difference of the predicted velocities).
         kl_fraction: The fraction of the loss terms, above 0 and at most 1, for which the distance
@@ -588,8 +590,9 @@ class Algorithm(Section):
             others 0. "binary": they are replaced by their sign.
         global_std: Whether rewards, less the mean of their prompt, are divided by the standard
             deviation over the kept samples of the whole iteration (True) or of their own prompt
-            (False). With `reward.combine="advantages"`, whose scores are divided by the latter
-            anyway: whether their sum is divided by its root mean square over the iteration.
+            (False). With `reward.combine="advantages"`, each score is always divided by the
+            standard deviation of its own prompt; True then also divides the weighted sum of the
+            scores by its root mean square over the iteration.
         timestep_fraction: The share of the schedule's sigmas at which each sample is trained, above
             0 and at most 1. At least one sigma must result. They are drawn at random for each
             sample. Objectives on transitions (flow_grpo, mix_grpo, dance_grpo, flow_cps,

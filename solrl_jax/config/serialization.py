@@ -97,8 +97,8 @@ def _drop_defaults(
         tree: The section as nested dicts by subsection and field. Fields may be missing.
         defaults: The same section with all fields and their defaults.
         prefix: The dotted name of the section with a dot at its end, e.g. "rollout."; "" for the
-            whole configuration. It tells subsections from mappings such as `reward.weights`, which
-            are one field.
+            whole configuration. It distinguishes subsections from fields that are mappings, such as
+            `reward.weights`.
 
     Returns:
         New nested dicts. Subsections that equal their defaults are left out.

@@ -77,8 +77,8 @@ def describe_error(
 
     Returns:
         The message in one line, in which the value is cut to 80 characters; it is shown even if it
-        holds a secret. None for "too short" of a value that is not empty: pydantic counts only its
-        valid items, and the others have errors of their own.
+        holds a secret. None if the error is that a nonempty value is too short: pydantic counts
+        only its valid items, and the others have errors of their own.
     """
     kind = error["type"]
     value = error["input"]

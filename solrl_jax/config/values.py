@@ -25,9 +25,9 @@ class ConfigError(ValueError):
     """The error for a configuration that cannot be used.
 
     The message is one line. For each invalid field it gives the name, the value and the accepted
-    values, with "; " between fields. It leaves out the value where a URL is refused because it
-    seems to contain a secret (`contains_secret`). If several rules between the fields of a section
-    are broken, it reports only the first.
+    values, with "; " between fields. The value is left out if it is a URL that is refused because
+    it seems to contain a secret (`contains_secret`). If several rules between the fields of a
+    section are broken, the message reports only the first.
     """
 
     @classmethod

@@ -75,9 +75,9 @@ def trajectory(
         A tuple: the clean latents, float32, in the shape of `noise`; the recorded latents, float32;
         and the latents after the first segment, float32. The recorded latents are those before the
         first recorded step and after each recorded step. With `query_steps`, they are instead the
-        latents before the drawn step and the clean latents that are predicted there. The
-        recorded latents are None if `recorded_steps` is 0 and `query_steps` is None. Velocities
-        that are not finite make the latents of their sample non-finite.
+        latents before the drawn step and the clean latents that are predicted there. The recorded
+        latents are None if `recorded_steps` is 0 and `query_steps` is None. Velocities that are not
+        finite make the latents of their sample non-finite.
     """
 
     drawn_steps = None

@@ -33,10 +33,10 @@ class Schedule:
             v` at step i. Column 4, e, is the standard deviation of the noise that a step adds; 0
             for a deterministic step.
         noise_weights: One row per step and one column per draw. The noise of a step is the sum of
-            the standard normal draws 0, 1, ... of a seed, with the row as weights: column j
-            weights draw j. A row has norm 1; it may be zero for a step without noise. Usually step
-            i uses draw i alone. A coarse schedule combines the draws of the full one, so that one
-            seed gives both the same noise.
+            the standard normal draws 0, 1, ... of a seed, with the row as weights: column j is the
+            weight of draw j. A row has norm 1; it may be zero for a step without noise. Usually
+            step i uses draw i alone. A coarse schedule combines the draws of the full one, so that
+            one seed gives both the same noise.
         embedded_guidance: The guidance scale given as an input to networks that embed it (FLUX.1),
             a scalar. Other networks ignore it.
         guidance_scale: The scale of classifier-free guidance (arXiv 2207.12598), a scalar. Ignored
@@ -221,8 +221,8 @@ class Schedule:
         """Returns a new schedule of some of the steps, with their noise weights and the guidance of
         this one.
 
-        The rows of `table` are not changed. With a multistep solver, the first ones may still use
-        predictions of steps before `start`.
+        The rows of `table` are not changed. With a multistep solver, the first rows of the slice
+        may still use predictions of steps before `start`.
 
         Args:
             start: The first step, counted from 0; as in a slice of a list, a negative number counts

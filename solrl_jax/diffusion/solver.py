@@ -161,9 +161,9 @@ def _unic_weights(h: float, inverse_r: float) -> tuple[float, float]:
             corrected step)`, at most 0: `1 / r` for the r of arXiv 2302.04867.
 
     Returns:
-        Two weights: that of `inverse_r` times (the prediction at the start of the preceding step
-        minus the one at the start of the corrected step), and that of (the prediction at the end
-        of the corrected step minus the one at its start).
+        The weights of two terms: `inverse_r` times (the prediction at the start of the preceding
+        step minus the one at the start of the corrected step), and (the prediction at the end of
+        the corrected step minus the one at its start).
     """
     b = np.expm1(-h)
     phi_2 = b / -h - 1
@@ -225,9 +225,9 @@ def shared_noise(
         std: The standard deviation of the noise that each full step adds, at least 0.
 
     Returns:
-        One row per coarse step and one column per step of the full schedule (column j weights draw
-        j), float32. A row has unit norm, or is all zeros if the full schedule adds no noise within
-        that step.
+        One row per coarse step and one column per step of the full schedule (column j has the
+        weights of draw j), float32. A row has unit norm, or is all zeros if the full schedule adds
+        no noise within that step.
     """
     weights = overlap(sigmas, full) / -np.diff(full) * std
     norm = np.sqrt((weights**2).sum(1, keepdims=True))

@@ -330,8 +330,9 @@ def run_on_first(act: Callable[[], Any]) -> None:
         Exception: The exception of `act`, in the first process.
         InputError: In the other processes, if `act` raised an InputError.
         RunError: In the other processes, if `act` raised any other exception (also a subclass of
-            InputError) or takes more than 1800 seconds; and in any process, if another one does not
-            call this within that time. Messages include the first line of the exception's message.
+            InputError; the message contains the first line of the exception's message) or took more
+            than 1800 seconds; and in any process, if another one does not call this within that
+            time.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """
 
@@ -380,7 +381,7 @@ def from_first(find: Callable[[], T]) -> T:
             TypeError if its value is not JSON.
         InputError: In the other processes, if `find` raised an InputError.
         RunError: In the other processes, if the first one raised any other exception (also a
-            subclass of InputError), or `find` takes more than 1800 seconds; and in any process, if
+            subclass of InputError), or `find` took more than 1800 seconds; and in any process, if
             another one does not call this within that time.
         RuntimeError: If there are several processes and `jax.distributed` was not initialized.
     """

@@ -62,10 +62,10 @@ class Collective:
         """Returns the bytes that one device sends over the network to another host in one run.
 
         They are a part of all bytes that it sends (`sent`). Let h be the largest number of hosts
-        that a group spans, and d the number of its devices on each. The result is
-        `size` * (h - 1) / h / d, because the devices of a host share its traffic
-        equally. It is twice as much for an "all-reduce". For a "collective-permute", it is `size`
-        if any pair spans two hosts. It is 0 if no group spans hosts.
+        that a group spans, and d the number of its devices on each. The result is `size` * (h - 1)
+        / h / d, because the devices of a host share its traffic equally. It is twice as much for an
+        "all-reduce". For a "collective-permute", it is `size` if any pair spans two hosts. It is 0
+        if no group spans hosts.
 
         Args:
             devices: The number of devices per host. The devices of a host have consecutive numbers.

@@ -53,7 +53,7 @@ def plan(
 
     Returns:
         A dict of JSON values, as `solrl plan` prints it. All bytes are per device, and all seconds
-        are roofline bounds. The function `solrl_jax.planning.plan.plan` lists all keys but
+        are roofline bounds. The docstring of `solrl_jax.planning.plan.plan` lists all keys but
         "overrides". The most important ones are:
 
         * "seconds" and "rollout": the seconds of an iteration, and of its sample generation.

@@ -23,8 +23,8 @@ LARGEST = 8  # the number of groups of kernels that are listed
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """The work of one call of a compiled program on one device. The methods compute lower bounds
-    of the time that this work takes.
+    """The work of one call of a compiled program on one device. The methods compute lower bounds of
+    the time that this work takes.
 
     Attributes:
         target: The kind of device, with its peak rates.
@@ -107,8 +107,8 @@ class Roofline:
               "memory" (all other kernels) and "links" (collectives; see `split`).
             * "operations_at_peak": the seconds of the arithmetic alone, that of attention too.
             * "kernels": the number of runs of all kernels, an integer.
-            * "native": a dict from the name of each kernel of a library, of Pallas, or of a matmul
-              or convolution outside of fusions to its number of runs
+            * "native": a dict of the numbers of runs of library functions, Pallas kernels, and
+              matmuls and convolutions outside of fusions, by the name of the kernel
               (`kernels.count_library_kernels`).
             * "operations": arithmetic operations by unit, e.g. {"bf16": 1e12}.
             * "memory_traffic": bytes of main memory that are read and written.

@@ -98,7 +98,7 @@ class Format:
         Returns:
             True on every device, also on CPUs, if `cuda_capability` is None. Otherwise whether
             `device` is of a kind that begins with one of `tpu_kinds`, or an NVIDIA GPU of at least
-            `cuda_capability`; no CPU is.
+            `cuda_capability`; False for CPUs.
         """
         if self.cuda_capability is None:
             return True

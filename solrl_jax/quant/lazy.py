@@ -166,7 +166,8 @@ class LazyActivation:
                 the one after the last. None takes all rows.
             dtype: The dtype of the activation. None: the dtype of `x`.
             exact: Whether `x` was computed without a quantized matmul. If False, `value` evaluates
-                functions of the activation (`map`) in float32 and not in the dtype of `x`.
+                functions of the activation (`map`) in float32 and not in the dtypes of their
+                arrays.
 
         Returns:
             The lazy activation, whose value is the rows of `x`, cast to `dtype`. It has no `grid`.
@@ -566,11 +567,11 @@ def triton_kernel(
     Args:
         encode: The encoder: from the columns of a row (float32 arrays, one per part, the first
             columns first) to a tuple of outputs. Each is a list with a single array, such as the
-            scale of the row, or with one array per part. The width of the latter is proportional to
-            that of the padded part, e.g. one scale per 16 columns, so that the kernel can cut off
-            its padding. The columns of each part come padded with zeros to a power of two, at least
-            `MIN_ROW_WIDTH` (64); the padding must not change the outputs for the columns of the
-            row.
+            scale of the row, or with one array per part. The width of such an array is proportional
+            to that of its padded part, e.g. one scale per 16 columns, so that the kernel can cut
+            off the padding. The columns of each part come padded with zeros to a power of two, at
+            least `MIN_ROW_WIDTH` (64); the padding must not change the outputs for the columns of
+            the row.
         pieces: The parts of each activation, at least one. Activations follow each other along the
             sequence axis, and all have one batch and one width.
         interpret: Whether to run the kernel in Pallas' interpreter, which needs no GPU.

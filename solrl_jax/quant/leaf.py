@@ -67,8 +67,9 @@ class Leaf(abc.ABC):
 
         Returns:
             The lazy result [b, s, n_out], in the dtype of `matmul`'s result, complete on every
-            device of the mesh axis `tensor`. It is marked as exact even if `x` or the leaf is
-            quantized: after `map`, `value` is computed in that dtype and not in float32.
+            device of the mesh axis `tensor`. It is marked as exact (`LazyPart.exact`), even if `x`
+            contains a quantized matmul or the leaf is quantized: plain JAX operations then compute
+            functions of it in the dtypes of their arrays, and not in float32.
         """
         value = x.value
         y = self.matmul(value.reshape(-1, value.shape[-1]))

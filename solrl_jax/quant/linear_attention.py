@@ -589,8 +589,8 @@ class _Head:
             *num_blocks: Nothing for the sums of one block. One number, m, for those of m blocks.
 
         Returns:
-            S [head, head] and z [head], where head is the number of features of a head; with m,
-            S [m, head, head] and z [m, head].
+            S [head, head] and z [head], where head is the number of features of a head; with m, S
+            [m, head, head] and z [m, head].
         """
         state = jnp.zeros((*num_blocks, self.head_dim, self.head_dim), jnp.float32)
         return state, jnp.zeros((*num_blocks, self.head_dim), jnp.float32)

@@ -68,7 +68,7 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
         The lazy result [b, s, n_out] in the dtype of `x` (a `HalfPrecisionWeight` gives its own
         dtype), complete on every device of the mesh axis `tensor`. Unless the weight is in FP8,
         INT8 or NVFP4, it is marked as exact (`LazyPart.exact`): plain JAX operations then compute
-        functions of it in its own dtype, and not in float32.
+        functions of it in the dtypes of their arrays, and not in float32.
 
     Raises:
         ValueError: If `w` is an array and `x` is not of a floating-point dtype.

@@ -123,7 +123,7 @@ def quantize(w: Matrix) -> NVFP4Tensor:
 
     Args:
         w: Matrices [..., in, out] of a floating-point dtype, on the device or in NumPy. No axis is
-            empty. Any other numbers of inputs and outputs are padded with zeros (`NVFP4Tensor`).
+            empty. Inputs are padded with zeros to a multiple of 64, and outputs to one of 128.
 
     Returns:
         The leaf, of JAX arrays, with a tensor scale per matrix: the largest magnitude divided by

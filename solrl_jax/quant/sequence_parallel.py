@@ -10,8 +10,8 @@ all tokens of some samples and heads, so no sum over queries is split either. Th
 adapters and of what all devices share are sums over tokens, which are added in float32.
 
 All functions read the mesh of `jax.set_mesh`. If it has no axis `sequence`, or one of size 1,
-`shard_tokens`, `gather_tokens` and `replicate_tokens` leave programs as they are. The other
-functions that communicate are for use inside `shard_tokens` alone.
+`shard_tokens`, `gather_tokens` and `replicate_tokens` leave programs as they are. All other public
+functions but `tokens_are_sharded` are for use inside `shard_tokens` alone.
 """
 
 import functools
@@ -222,7 +222,7 @@ def select_own_pairs(x: Shaped[Array, "pairs ..."]) -> Shaped[Array, "own ..."]:
 
     Returns:
         The entries of the pairs of this device. If the number of pairs is not a multiple of the
-        number of devices, the last devices also get repetitions of the first pairs.
+        number of devices, the last devices get repetitions of the first pairs.
     """
     x = _pad_pairs(x)
     count = len(x) // axis_size(SEQUENCE)

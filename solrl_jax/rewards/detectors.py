@@ -59,7 +59,7 @@ def vocabulary(name: str) -> Vocabulary:
     Returns:
         For "shapes", `classes` are the objects of the embedded world, the synthetic images of
         `data.shapes`: "circle", "square" and "triangle", then each with its size ("small circle",
-        "large circle"); `colors` are six (`scenes.COLORS`). Otherwise both are None.
+        "large circle"); `colors` are its six colors (`scenes.COLORS`). Otherwise both are None.
     """
     if name != "shapes":
         return Vocabulary()

@@ -240,7 +240,7 @@ def relations(a: Detection, b: Detection) -> set[str]:
     """Returns the relations that `a` has to `b`, by GenEval's rule.
 
     The offset between the centers of the boxes is first reduced along each axis by 0.1
-    (`MIN_OFFSET`) times the sum of both boxes' sizes along it; where it is shorter, it becomes 0. A
+    (`MIN_OFFSET`) times the sum of both boxes' sizes along this axis; a shorter offset becomes 0. A
     relation holds if the reduced offset in its direction ("below" is that of growing y) is more
     than half (`MIN_AXIS_FRACTION`) of the distance between the centers, which is the length of the
     original offset.

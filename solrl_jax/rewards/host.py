@@ -735,8 +735,8 @@ def _compare_pairs(
         values. Pairs whose preference is NaN in either order are left out.
 
     Raises:
-        ScoringFailure: If a call of the function raised a ScoringFailure. One with some preferences
-            does not keep the remaining calls from being made; one without any does. The raised
+        ScoringFailure: If a call of the function raised a ScoringFailure. The remaining calls are
+            still made after one with some preferences, but not after one without any. The raised
             error has the message of the first one, and its scores are {"reward": the win rates} if
             the known preferences give any image a win rate, else None. Also, at once and without
             scores, if the function returned values that `to_scores` refuses or that are outside of

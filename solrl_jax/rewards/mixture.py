@@ -131,8 +131,8 @@ def add_total(
 ) -> dict[str, Any]:
     """Adds weighted scores to the total under the name "reward".
 
-    It is called twice for the same images: inside JAX with the scores computed there, and then with
-    the scores computed outside JAX, each time with the weights of these scores alone.
+    The scores computed inside JAX are added first, and those computed outside JAX, if any, by
+    another call, each time with the weights of these scores alone.
 
     Args:
         weights: The weights of scores by name, all of which must be in `scores`. Empty: nothing is

@@ -93,8 +93,7 @@ def open_network(
         locate: Finds the tensors of the network in its files. The default suits files whose tensors
             are named after the network's modules, as in transformers and diffusers. It is a
             function (source, abstract state of the network) -> (list with a `ParameterEntry` per
-            parameter, dict with the `StoredTensor` of each tensor by its name in the
-            files).
+            parameter, dict with the `StoredTensor` of each tensor by its name in the files).
 
     Returns:
         The network as a `Component`: its structure, the path and shape of each parameter, and its

@@ -160,8 +160,8 @@ class OpenedRewards:
 
         Returns:
             Three weighted sums: `trained`, which is trained on; `evaluated`, which also records the
-            scores in `settings.eval_only`; and `explored`, which ranks candidates, or None if
-            the field `explore` is None. They share the parameters.
+            scores in `settings.eval_only`; and `explored`, which ranks candidates, or None if the
+            field `explore` is None. They share the parameters.
 
         Raises:
             InputError: If the parameters of a user's reward cannot be placed on the mesh.
@@ -228,8 +228,8 @@ class OpenedRewards:
             The sum (`mixture`). Its own `score` is that of the rewards inside JAX that are not
             groupwise; its field `group` is the sum of the groupwise ones; its field `host` has the
             rewards outside JAX. Each of these three fields is None if there are no such rewards.
-            Frames, group size, workers, timeout and the treatment of failures are those of
-            the field `settings`. The `others` of each reward outside JAX also have its scores in
+            Frames, group size, workers, timeout and the treatment of failures are those of the
+            field `settings`. The `others` of each reward outside JAX also have its scores in
             `weights` and `watched`, so that a call that does not return all of them fails.
         """
         scores = (*weights, *watched)
@@ -757,8 +757,8 @@ def _import_function(name: str, target: str) -> tuple[Callable[..., Any], inspec
         The function and its signature.
 
     Raises:
-        InputError: If the import raises anything but KeyboardInterrupt, if `target` has no colon
-            or there is no such object, or if the object cannot be called or has no signature.
+        InputError: If the import raises anything but KeyboardInterrupt, if `target` has no colon or
+            there is no such object, or if the object cannot be called or has no signature.
     """
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())  # the worker processes inherit it

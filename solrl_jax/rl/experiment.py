@@ -181,7 +181,7 @@ class Experiment:
                 `rollout.noise_level` is above 0. `rollout.sde_window_size` steps from there on add
                 noise, or all if that is None, but never the last step. With fewer `steps`, each
                 step adds the noise of the full steps that it covers. With more, `noise_start` and
-                the window count the returned steps. None: no noise.
+                the window are counted in steps of the returned schedule. None: no noise.
 
         Returns:
             The schedule, as arrays on the host.
@@ -343,7 +343,7 @@ class Experiment:
             prompts: The texts of the p prompts. Equal ones get equal seeds.
             candidates: n, the number of candidates of each prompt.
             seed: The root seed, from 0 to 2**31 - 1. None: the run's `seed` in the configuration,
-                for every stream (`eval.seed` is never used by itself).
+                for every stream. `eval.seed` is only used if the caller passes it here.
             iteration: The number of the iteration; 0 outside the iterations.
 
         Returns:
@@ -395,7 +395,8 @@ def build(config: Config, *, force: bool = False) -> Experiment:
             cannot score a prompt, a pattern matches no parameter, or arrays cannot fit into memory.
         ConfigError: If the attribute `trains_on` of an objective `module:function` has an unknown
             value or needs other settings; or if there are fewer distinct training prompts than
-            `train.num_prompts`, and every number up to theirs contradicts other settings.
+            `train.num_prompts`, and every number up to that of the distinct prompts contradicts
+            other settings.
         PermissionError: If a parent of the folder of a cache (of prompts or of a judge) may not be
             searched.
         RewardError: If a reward outside JAX fails on the trial image and `reward.on_failure` is
@@ -759,9 +760,9 @@ def check_processes(mesh: Mesh, count: int) -> None:
 
 
 def fresh_state(experiment: Experiment) -> TrainState:
-    """Makes the state before the first iteration: the base, with the adapters of `lora.path` if it
-    is set, a LoRA file or directory (of diffusers, PEFT, kohya, ai-toolkit or ComfyUI) on disk.
-    Every process of a run must call it.
+    """Makes the state before the first iteration: the base or, if `lora.path` is set, the base with
+    the adapters in that file or directory on disk (a LoRA of diffusers, PEFT, kohya, ai-toolkit or
+    ComfyUI). Every process of a run must call it.
 
     Args:
         experiment: The run. The initial adapters are drawn from its seed.

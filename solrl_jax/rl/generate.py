@@ -224,8 +224,8 @@ def prepare(
         prompts: The prompts, at least one. They are encoded with the backbone's instruction, if it
             has one.
         max_tokens: The number of tokens that prompts are padded or truncated to.
-        negative: The negative prompt of classifier-free guidance, encoded without instruction, and
-            also if the run has no guidance. The default is the empty prompt.
+        negative: The negative prompt of classifier-free guidance. It is always encoded, even
+            without guidance, and never with the instruction. The default is the empty prompt.
 
     Returns:
         The prompts; their embeddings and that of the negative prompt, on every device; and the
@@ -590,8 +590,8 @@ def draw_noise(seeds: UInt32[Array, "b 2"], shape: tuple[int, ...]) -> Float[Arr
     """Draws the initial noise of each seed, divided over `data` and `fsdp` of the ambient mesh.
 
     Args:
-        seeds: The seeds, the two words of a key per row. Their number is a multiple of the devices
-            along `data` and `fsdp`.
+        seeds: The seeds, the two words of a key per row. Their number is a multiple of the number
+            of devices along `data` and `fsdp`.
         shape: The shape of one latent, (height, width, channels) or (frames, height, width,
             channels); static.
 
@@ -623,8 +623,8 @@ def sample_chunk(
         conditions: The embeddings of the prompts that `seed_batch.prompt` points to, and of the
             negative prompt, which only guided schedules use.
         seed_batch: The prompt, the seed and the initial noise of each sample of the chunk. The
-            noise must not be None. The number of samples is a multiple of the devices along the
-            mesh axes `data` and `fsdp`.
+            noise must not be None. The number of samples is a multiple of the number of devices
+            along the mesh axes `data` and `fsdp`.
         recorded_steps: How many steps to record, from the first step that adds noise on; static.
             All of them must add noise. 0 records nothing. Ignored with `query_steps`.
         keep_intermediate: Whether to return the latents after the first segment; static.
@@ -637,8 +637,8 @@ def sample_chunk(
 
         * The clean latents [b, ...].
         * The recorded states [b, states, ...]: the latents before the first recorded step and after
-          each recorded step, or with `query_steps` the latents before the drawn step and the clean
-          latents that are predicted there. None if nothing is recorded.
+            each recorded step, or with `query_steps` the latents before the drawn step and the
+            clean latents that are predicted there. None if nothing is recorded.
         * The latents after the first segment [b, ...]. None without `keep_intermediate`.
 
     Raises:

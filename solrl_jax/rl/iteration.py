@@ -67,8 +67,7 @@ class IterationResult:
             "candidate", "seed", "proxy_reward", "rank", "kept", "regenerated_reward" and
             "advantage" have one entry per candidate, prompt by prompt; the last two are masked for
             candidates that are not kept. "precision", "steps" and "policy_revision" are single
-            values for all candidates, as is a None for "regenerated_reward" if nothing is
-            regenerated.
+            values for all candidates. If nothing is regenerated, "regenerated_reward" is None.
     """
 
     metrics: dict[str, float]
@@ -123,8 +122,8 @@ def iterate(
     `rollout.per_device_batch_size`, up to rounding.
 
     The first iteration with an image size and a level may also sample from the base, for
-    exploration options that take measurements on it, such as of the inputs of its layers. Encoding
-    the prompts may load text encoders and write to the cache of prompts.
+    exploration options that measure it, for example the inputs of its layers. Encoding the prompts
+    may load text encoders and write to the cache of prompts.
 
     Args:
         experiment: The parts of the run that do not change.
@@ -288,10 +287,10 @@ def make_samplers(
     Returns:
         The sampler of exploration and that of regeneration, also if nothing is regenerated. The
         sampler of the training samples (that of exploration if nothing is regenerated) records the
-        states that the objective trains at. If `continued_steps` is above 0, regeneration can take
-        over that many first steps from exploration: exploration keeps the latents after these
-        steps, and the sampler of regeneration has only the later steps. The caller must then pass
-        the latents of the kept candidates to the regeneration as its noise.
+        states that the objective trains at. If the function `continued_steps` returns a number
+        above 0, regeneration takes over that many first steps from exploration: exploration keeps
+        the latents after these steps, and the sampler of regeneration has only the later steps. The
+        caller must then pass the latents of the kept candidates to the regeneration as its noise.
 
     Raises:
         KeyError: If there is no such format, or the base has no parameter of a path in `old`.
@@ -417,27 +416,27 @@ def reward_metrics(
         Floats by name:
 
         * "pool/SCORE", "kept/SCORE": The mean of each score ("reward" is the weighted sum) over all
-          candidates, and over the samples in `kept` of usable prompts.
+            candidates, and over the samples in `kept` of usable prompts.
         * "kept/spread": The largest minus the smallest reward in `rewards` of a prompt, mean over
-          usable prompts.
+            usable prompts.
         * "size/height", "size/width": The size of the images in pixels; "size/frames": the number
-          of frames, for clips.
+            of frames, for clips.
         * "unusable_prompts": The number of prompts that are not usable. Their samples in `kept` are
-          padding (their first candidates), which is not trained on.
+            padding (their first candidates), which is not trained on.
         * "nonfinite_targets": The number of samples in `kept` of usable prompts that are not
-          trained on because the gradient of their reward is not finite. Only for objectives that
-          train on reward gradients.
+            trained on because the gradient of their reward is not finite. Only for objectives that
+            train on reward gradients.
         * "nonfinite_rewards": The number of non-finite rewards of the candidates and, if the kept
-          samples were regenerated, of the samples in `kept` of usable prompts.
+            samples were regenerated, of the samples in `kept` of usable prompts.
         * "reward_failures/NAME": For each reward outside JAX, the number of images (for rewards
-          that score frames of clips: of frames) that it could not score in exploration and
-          regeneration together, also of unusable prompts.
+            that score frames of clips: of frames) that it could not score in exploration and
+            regeneration together, also of unusable prompts.
         * "reward_cost/NAME/COUNTER": For each reward outside JAX that counts its costs, such as
-          requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
+            requests or tokens, the sum over exploration and regeneration (`Samples.usage`).
         * "fidelity/spearman", "fidelity/kendall": The rank correlations, within the kept samples of
-          a prompt, between the `ranking_values` of their scores in `explored` and `values`, mean
-          over the usable prompts for which they are defined. Without regeneration the two are
-          equal, so the correlations are 1 where they are defined.
+            a prompt, between the `ranking_values` of their scores in `explored` and `values`, mean
+            over the usable prompts for which they are defined. Without regeneration the two are
+            equal, so the correlations are 1 where they are defined.
 
         Means leave out values that are not finite, and are NaN if no value is left.
     """
@@ -519,12 +518,12 @@ def ledger_columns(
         "seed" (uint64, both words of the seed, the first in the high bits), "proxy_reward"
         (`selection.proxy_rewards`, float32), "rank" (within the prompt, by
         `selection.ranking_values`, which the candidates were selected by; 0 is the best, and values
-        that are not finite come last), "kept" (bool, False for all candidates of a prompt that is
-        False in `selection.usable`, because too few have a finite value), and "regenerated_reward"
-        and "advantage", masked float32 arrays whose entries are masked where "kept" is False.
-        These are single values that hold for all candidates: "precision" and "steps" of the
-        exploration, "policy_revision" (the number of the iteration in which the exploring policy
-        was made), and None for "regenerated_reward" if nothing is regenerated.
+        that are not finite come last), "kept" (bool; False for all candidates of a prompt that
+        `selection.usable` marks as not usable), and "regenerated_reward" and "advantage", masked
+        float32 arrays whose entries are masked where "kept" is False. These are single values that
+        hold for all candidates: "precision" and "steps" of the exploration, "policy_revision" (the
+        number of the iteration in which the exploring policy was made), and None for
+        "regenerated_reward" if nothing is regenerated.
     """
     proxy = selection.proxy_rewards
     chosen = selection.chosen

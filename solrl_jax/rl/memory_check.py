@@ -151,12 +151,12 @@ def _requests(
         fields, in this order. All arrays are float32.
 
         * In the physical memory of a host: `rollout.candidates` (latents of an iteration, twice if
-          regeneration continues from latents of exploration), `eval.num_images_per_prompt`
-          (latents of an evaluation) and `eval.num_grid_images` (images of its grid).
+            regeneration continues from latents of exploration), `eval.num_images_per_prompt`
+            (latents of an evaluation) and `eval.num_grid_images` (images of its grid).
         * In the memory of a device: `rollout.kept` (the kept samples, with recorded states and
-          targets), `lora.rank` (six copies of the adapters; 0 bytes without adapters) and
-          `rollout.per_device_batch_size` (a batch of images, at most a device's share of the
-          candidates of an iteration).
+            targets), `lora.rank` (six copies of the adapters; 0 bytes without adapters) and
+            `rollout.per_device_batch_size` (a batch of images, at most a device's share of the
+            candidates of an iteration).
     """
     rollout = config.rollout
     evaluation = config.eval

@@ -99,8 +99,8 @@ class TrainingTarget(NamedTuple):
     For an objective that trains on pairs, row 2 i is the better sample of a pair and row 2 i + 1
     the worse one, at the same noise and sigma. Samples of weight 0 (`PolicyBatch.weight`) do not
     count: padding, pairs with equal rewards, and samples without a finite reward or target. Their
-    clean and recorded latents and their targets are replaced by zeros. `x` is then zero, or `sigma
-    noise` if the samples are noised.
+    clean and recorded latents and their targets are replaced by zeros. `x` is then zero, or
+    `sigma noise` if the samples are noised.
 
     Attributes:
         x: The latents at which the velocities are predicted: the noised sample `(1 - sigma) x0 +

@@ -76,11 +76,13 @@ class PhaseTimer:
             Floats by name:
 
             * "seconds/PHASE": the wall time of each phase that has ended; "seconds": their sum. A
-              running phase is left out and goes on.
+                running phase is left out and goes on.
             * "seconds/compile": the time of all compilations in this process since the timer was
-              made. The times of the phases include it.
-            * "images_per_second/explore": `num_explored` divided by the time of the phase
-              "explore". Unless `num_regenerated` is None, "images_per_second/regenerate" likewise.
+                made. The times of the phases include it.
+            * "images_per_second/explore": `num_explored` divided by the seconds of the phase
+                "explore".
+            * "images_per_second/regenerate": `num_regenerated` divided by the seconds of the phase
+                "regenerate". Left out if `num_regenerated` is None.
 
         Raises:
             KeyError: If no phase "explore" has ended, or `num_regenerated` is given and no phase

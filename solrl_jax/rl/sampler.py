@@ -34,10 +34,11 @@ def make_schedule(
     Returns:
         The schedule, as arrays on the host. If it has fewer steps than the full schedule, the noise
         of a step is the sum of the noise that the same seed has on the full schedule between the
-        same sigmas, scaled to the noise level of the step. That level is `rollout.noise_level
-        sqrt(share)`, where share is the fraction of the sigma interval of the step that the full
-        steps selected by `noise_start` cover. A schedule with more steps than the full one draws
-        other noise, and `noise_start` counts its own steps.
+        same sigmas, scaled to the noise level of the step. That level is
+        `rollout.noise_level * sqrt(share)`, where share is the fraction of the sigma interval of
+        the step that the full steps selected by `noise_start` cover. If the schedule has more steps
+        than the full one, it draws other noise, and `noise_start` and the window are counted in
+        steps of the schedule itself.
 
     Raises:
         ValueError: If the configured schedule or solver does not exist, or if the solver is

@@ -145,9 +145,9 @@ def init_state(
         lora: The LoRA section of the configuration. Its `rank` is the rank of all adapters.
         optimizer: The optimizer section of the configuration, for the state of the optimizer.
         mesh: The mesh on which the state is placed (`sharding.parameter_sharding`). Arrays of fewer
-            than 4096 elements are on every device. Others are divided over the mesh axes `fsdp`
-            and, for the outputs of linear layers, `tensor`, if the size of the mesh axis divides an
-            array axis.
+            than 4096 elements are on every device. Others are divided over the mesh axis `fsdp` if
+            its size divides one of their axes, and the outputs of linear layers also over `tensor`
+            if its size divides their number.
         start: Adapters by path, from `read_start`, for all three policies. Other paths get initial
             adapters: the factor A is drawn from a Gaussian with the standard deviation 1 / rank,
             and the factor B is zero. Unused ranks of the adapters in `start` (a column of A and a
@@ -183,9 +183,9 @@ def abstract_state(
 
     Returns:
         A `TrainState` with a `jax.ShapeDtypeStruct` in place of each array. Its sharding is that of
-        `sharding.parameter_sharding`: arrays of fewer than 4096 elements are replicated, others
-        divided over the mesh axes `fsdp` and, for the outputs of linear layers, `tensor`, if the
-        size of the mesh axis divides an array axis.
+        `sharding.parameter_sharding`: arrays of fewer than 4096 elements are replicated. Others are
+        divided over the mesh axis `fsdp` if its size divides one of their axes, and the outputs of
+        linear layers also over `tensor` if its size divides their number.
     """
     shapes = jax.eval_shape(
         lambda key, base: _fresh(key, base, trained_paths, lora, optimizer, {}),

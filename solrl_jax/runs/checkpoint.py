@@ -550,10 +550,10 @@ def orbax() -> tuple[Any, Any]:
 
     The first call also silences orbax, whose failures are raised anyway. From then on, the loggers
     of absl and asyncio drop records that come from orbax's code or report an exception with orbax
-    in its traceback. There is one exception to this rule: a record of an exception that has no
-    traceback and is not an OSError is dropped only if the message of the exception reports an error
-    of the disk, such as "No space left on device" (`files.disk_reason`). Also, `sys.unraisablehook`
-    no longer shows "Event loop is closed".
+    in its traceback. Another rule holds for an exception that has no traceback and is not an
+    OSError: its record is dropped only if its message reports an error of the disk, such as "No
+    space left on device" (`files.disk_reason`). Also, `sys.unraisablehook` no longer shows "Event
+    loop is closed".
 
     Returns:
         The modules `orbax.checkpoint` and `etils.epath`, in this order.

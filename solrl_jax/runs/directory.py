@@ -140,8 +140,9 @@ def _refuse_foreign_rewards(
 ) -> None:
     """Checks that a run directory names no reward functions or services from outside the package.
 
-    These are the names that `_foreign_names` returns, such as "module:function", URLs and judges.
-    Those that the user's overrides name are accepted, even if the run directory names them too.
+    These are the texts that `_foreign_names` returns, such as "module:function", "judge-NAME" and
+    URLs. Those that the user's overrides name are accepted, even if the run directory names them
+    too.
 
     Args:
         target: The run directory, for the message.
@@ -246,8 +247,8 @@ def is_run(path: str | RunPath) -> bool:
 def read_run(path: str | RunPath) -> Config:
     """Reads the configuration of a run directory.
 
-    A file whose field `version` is the previous version of the configuration is translated in
-    memory.
+    A configuration of the previous format (field `version`) is translated in memory. The file stays
+    as it is.
 
     Args:
         path: The run directory, in which `config.yaml` is read.

@@ -260,7 +260,7 @@ def base_parameters_like(experiment: Experiment, trained: Trainable) -> Trainabl
     Args:
         experiment: The experiment, which has the base model.
         trained: The trainable parameters of a policy by path: a dict of factors for an adapter, an
-            array for a parameter that is trained in full. Only their structure and shapes matter.
+            array for a parameter that is trained in full. Their values do not matter.
 
     Returns:
         Parameters by the same paths that make a policy equal to the base: zeros in the dtypes of
@@ -350,8 +350,8 @@ class LargestDifferences:
 class PoolImages:
     """Images of some kept candidates of an iteration: m for each of p prompts.
 
-    They are the m - m // 2 kept candidates of a prompt with the best ranks, and the m // 2 with the
-    worst ranks.
+    The candidates are the m - m // 2 kept ones of a prompt with the best ranks, and the m // 2 kept
+    ones with the worst ranks.
 
     Attributes:
         prompts: The p prompts, one per row of each grid.
@@ -377,8 +377,8 @@ def pool_images(
 
     They are generated as the iteration explored them and, if the run regenerates kept candidates
     (`rollout.regenerate`), also as it regenerated them. A candidate is determined by its seed, so
-    the images equal those of the iteration. They are scored again, too, except by rewards
-    outside JAX without a score ".../strict", such as judges, and by rewards inside JAX that compare
+    the images equal those of the iteration. They are scored again, too, except by rewards outside
+    JAX without a score ".../strict", such as judges, and by rewards inside JAX that compare
     candidates. The prompts of the iteration are drawn again from the run's seed, and encoded as by
     `evaluate`. Every process of a run must call it.
 

@@ -208,11 +208,11 @@ def generate_images(
     Loads the model on all devices, each of which generates a part of the images; the model is
     released when the function returns. A run generates with the EMA policy of `request.checkpoint`,
     and reads and extends its prompt cache, if it has one. For a hub repository, every call asks the
-    hub for the newest revision and downloads those of its files, weights included, that the hub's
-    cache lacks; offline, the newest revision in the cache is used. Without `request.latents`, the
-    noise of an image depends on `request.seed`, its prompt and how often this prompt came before,
-    not on the other prompts. If there are several processes, each must call it with an equal
-    request.
+    hub for the newest revision and downloads the files that are needed, weights included, if the
+    hub's cache lacks them; offline, the newest revision in the cache is used. Without
+    `request.latents`, the noise of an image depends on `request.seed`, its prompt and how often
+    this prompt came before, not on the other prompts. If there are several processes, each must
+    call it with an equal request.
 
     Args:
         request: The checked arguments of `api.generate`.

@@ -110,9 +110,9 @@ def _refuse_lost_checkpoints(folder: RunPath, name: str) -> None:
     """Checks that a run whose checkpoints are gone is not started over, erasing its files.
 
     Checkpoints are gone if there are metrics or a ledger of iterations from 1 on but no checkpoint.
-    A run that stopped before its first save has no checkpoint either, and may start over. If the
-    directory `checkpoints` exists and `run.json` does not say that the run finished, the run is
-    taken for one that stopped before its first save, even if its checkpoints were removed.
+    A run that stopped before its first save has no checkpoint either, and may start over. Any run
+    without a checkpoint is taken for such a run, even if its checkpoints were removed, as long as
+    the directory `checkpoints` exists and `run.json` does not say that the run finished.
 
     Args:
         folder: The run directory. Its `run.json`, `ledger/`, `metrics.jsonl` and `checkpoints/` are

@@ -66,7 +66,7 @@ def save_png(path: str | RunPath, image: Float[Numbers, "h w 3"]) -> None:
         image: The image, with values in [0, 1]. Other values are clipped, and NaN counts as 0.
 
     Raises:
-        RunError: If the disk, or the object store of a `RunPath`, refuses.
+        RunError: If the disk refuses, or the store if `path` is in one.
     """
     from PIL import Image
 

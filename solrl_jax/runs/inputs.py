@@ -203,8 +203,8 @@ def _plugins(config: Config) -> list[str]:
 def _reward_functions(scores: Iterable[str]) -> list[str]:
     """Returns the names of the rewards that give scores, in sorted order, each once.
 
-    Afterwards, the name of a reward that an installed package provides (an entry point) is replaced
-    by its "module:function", in the same place.
+    In the result, "module:function" takes the place of the name of a reward that an installed
+    package provides (an entry point).
 
     Args:
         scores: Names of scores, as in `reward.weights`, e.g. "shapes/strict".

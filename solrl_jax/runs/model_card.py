@@ -118,13 +118,13 @@ def model_card(
             left out.
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
-        export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA (also
-            without one), and "trained_in_full" (a number of arrays) if any parameter is trained in
-            full. The card then describes a whole transformer, even if other parameters have
-            adapters.
+        export: The result of `api.export`: "iteration", "rank" and "alpha" (the LoRA settings, also
+            of a run without adapters), and "trained_in_full" (a number of arrays) if any parameter
+            is trained in full. The card then describes a whole transformer, even if other
+            parameters have adapters.
         pipeline: The class of the base model's pipeline.
-        has_image: Whether the folder that the card is written to has `images/before-after.png`,
-            which the card then shows.
+        has_image: Whether the card shows the image `images/before-after.png`, which must then be in
+            the folder of the card.
 
     Returns:
         Markdown with metadata in YAML at the top: a description of the weights, the license of the
@@ -564,9 +564,9 @@ def add_card(
             (`metrics.jsonl`) and the devices (`run.json`).
         config: The configuration with which the run was trained.
         name: The repository that the card is for, OWNER/NAME.
-        export: The result of `api.export`: "iteration", "rank" and "alpha" of the LoRA (also
-            without one), and "trained_in_full" (a number of arrays) if any parameter is trained in
-            full.
+        export: The result of `api.export`: "iteration", "rank" and "alpha" (the LoRA settings, also
+            of a run without adapters), and "trained_in_full" (a number of arrays) if any parameter
+            is trained in full.
         pipeline: The class of the base model's pipeline.
 
     Raises:

@@ -617,11 +617,11 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
 def _titles(runs: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Lists the figures of the page: evaluated scores, fixed ones, then what rewards cost.
 
-    The evaluated scores are the metrics of any run that have a standard error. If every run that
-    has a score trains on it alone, it is left out: "eval/reward" then has the same curve up to the
-    weight. The fixed figures (`_FIGURES`: rewards of explored and kept samples, rank correlations,
-    the update, times) are listed even if no run has the metric. The costs are the metrics
-    "reward_cost/REWARD/COUNTER" of training; costs of evaluations have no figure.
+    The evaluated scores are the metrics of any run that have a standard error. A score is left out
+    if every run that has it trains on this score alone: "eval/reward" then has the same curve up to
+    the weight. The fixed figures (`_FIGURES`: rewards of explored and kept samples, rank
+    correlations, the update, times) are listed even if no run has the metric. The costs are the
+    metrics "reward_cost/REWARD/COUNTER" of training; costs of evaluations have no figure.
 
     Args:
         runs: One dict per run from `_describe_run`: the names in "metrics", "trained" and "watched"

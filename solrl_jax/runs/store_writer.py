@@ -169,8 +169,8 @@ def _staging_prefix(root: StorePath) -> str:
 def _remove_stagings(root: StorePath) -> None:
     """Removes the staging directories on this machine that killed saves left.
 
-    Only those of this run and this process index are removed, also of earlier starts of the run.
-    Those of other users stay.
+    Only those of this run and this process index are removed, including those of earlier starts of
+    the run. Those of other users stay.
 
     Args:
         root: The directory of checkpoints in the store, which tells the run.

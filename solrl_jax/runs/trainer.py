@@ -137,11 +137,11 @@ class _Run:
 
     def refresh_report(self, *, last: bool = False) -> None:
         """Rewrites the HTML report in the first process, unless it is too soon or `html_report` is
-        None. `HtmlReport.refresh` decides when it is too soon: it takes at most about 1 % of the
-        time.
+        None.
 
-        An InputError, a RunError (such as a full disk) or a ConfigError (if `config.yaml` has
-        become invalid since the run started) is only printed.
+        `HtmlReport.refresh` decides whether it is too soon, so that all refreshes together take at
+        most about 1 % of the time. An InputError, a RunError (such as a full disk) or a ConfigError
+        (if `config.yaml` has become invalid since the run started) is only printed.
 
         Args:
             last: Whether the run ends here. The page is then written even if it is too soon, and is
@@ -901,8 +901,8 @@ def _save_after_stop(this: _Run, cause: BaseException) -> bool:
     Raises:
         RunError: After an interruption, if the state cannot be saved. After a failure, an error of
             saving is only printed, unless it repeats the message of `cause` (for example, the disk
-            is still full). In the cases without a save, a failure also raises the error of an
-            earlier save that was still in progress.
+            is still full). In the cases above in which nothing is saved, the error of an earlier
+            save that was still in progress is raised after a failure.
     """
     interrupted = isinstance(cause, KeyboardInterrupt)
     what = "interrupted" if interrupted else "failed"

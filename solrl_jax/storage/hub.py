@@ -160,7 +160,7 @@ def push(folder: Path, name: str, *, private: bool, message: str) -> str:
         The web address of the repository.
 
     Raises:
-        RunError: If the hub refuses, cannot be reached, or may not be asked (HF_HUB_OFFLINE).
+        RunError: If the hub refuses, cannot be reached, or may not be asked (`offline_variable`).
     """
     from huggingface_hub import HfApi
 

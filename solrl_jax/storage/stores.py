@@ -94,7 +94,7 @@ class StorePath:
 
     @property
     def parent(self) -> "StorePath":
-        """The path without its last part. That of a bucket is not a valid path."""
+        """The path without its last part. The parent of a bucket is not a valid path."""
         return dataclasses.replace(self, key=self.key.parent)
 
     def with_name(self, name: str) -> "StorePath":

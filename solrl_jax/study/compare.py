@@ -97,8 +97,8 @@ def read_course(run: Run, prices: Prices) -> Course:
 
     Args:
         run: The run, trained and evaluated to the end. Its settings are read from the `config.yaml`
-            in its directory and not from `run.config`, because a run saves numbers of prompts that
-            it reduced to those of its prompt sets.
+            in its directory and not from `run.config`, because a run reduces its numbers of prompts
+            to the sizes of its prompt sets.
         prices: The seconds of each kind of work.
 
     Returns:
@@ -263,8 +263,8 @@ def compare(
           "reward", the estimate of the arm's reward minus the other's at that cost;
         * "speed_up": by "25", "50", "75" and "100" per cent of the other's gain, the result of the
           function `speed_up`: the other's cost to reach that reward divided by the arm's, for the
-          mean curves over seeds (NaN if the arm does not reach it), and the standard error of
-          this ratio.
+          mean curves over seeds (NaN if the arm does not reach it), and the standard error of this
+          ratio.
     """
     finished = {arm: list(runs) for arm, runs in courses.items() if runs}
     costs = [course.cost[-1] for runs in finished.values() for course in runs]
@@ -405,7 +405,7 @@ def reward_at_cost(course: Course, cost: float) -> float:
     Args:
         course: The run. Its reward is interpolated linearly between the costs of its evaluations
             (the first of which is 0). The result is NaN at an evaluation with an unknown reward,
-            and between it and the next one on both sides.
+            and between it and the evaluations before and after it.
         cost: The cost in seconds of counted work. Beyond the last known cost of the run, or if
             it is NaN, the result is NaN.
     """

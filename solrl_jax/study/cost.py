@@ -56,14 +56,13 @@ class Prices:
         The sum covers exploration, regeneration, the decoding and scoring of both, the gradients of
         the reward (for objectives that train on them), the update (at the price `trained` per term,
         whichever parameters `config` trains) and, if `precision` is not `rollout.precision`, the
-        sync (making the low-precision copy of the policy). The first
-        `rollout.explore.exact_steps` exploring steps are priced in `rollout.precision`, and
-        regeneration takes `rollout.num_steps - continued` steps. Only the fraction
-        `algorithm.kl_fraction` of the training terms takes a prediction of the reference. If
-        `algorithm.kl_coef` is 0, the terms of most objectives take none (`_skips_reference`). The
-        sum leaves out text encoders, classifier-free guidance, `rollout.explore.correction_rank`,
-        attention in FP8 and `rollout.explore.reward`. The image size is that of the plan that the
-        prices come from.
+        sync (making the low-precision copy of the policy). The first `rollout.explore.exact_steps`
+        exploring steps are priced in `rollout.precision`, and regeneration takes `rollout.num_steps
+        - continued` steps. Only the fraction `algorithm.kl_fraction` of the training terms takes a
+        prediction of the reference. If `algorithm.kl_coef` is 0, the terms of most objectives take
+        none (`_skips_reference`). The sum leaves out text encoders, classifier-free guidance,
+        `rollout.explore.correction_rank`, attention in FP8 and `rollout.explore.reward`. The image
+        size is that of the plan that the prices come from.
 
         Args:
             config: The configuration, from which the numbers of prompts, candidates, kept

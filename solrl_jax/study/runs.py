@@ -140,7 +140,7 @@ def train(
 
 
 class _Children:
-    """The processes of `solrl train` of a study. Any thread may start one, and any may stop all."""
+    """The `solrl train` processes of a study. Any thread may start one, and any may stop all."""
 
     def __init__(self) -> None:
         """Creates an empty collection of processes."""
@@ -193,10 +193,9 @@ class _Children:
 def _train(run: Run, out: Path, processes: int, children: _Children) -> str | None:
     """Trains one run in a process of its own, and waits for it.
 
-    Its output replaces the file `ARM-SEED.log`. The process gets an equal part of the CPU's
-    threads (NPROC, OMP_NUM_THREADS) and a directory of compiled programs
-    (JAX_COMPILATION_CACHE_DIR). Each of these variables that this process's environment has keeps
-    its value.
+    Its output replaces the file `ARM-SEED.log`. The process gets an equal part of the CPU's threads
+    (NPROC, OMP_NUM_THREADS) and a directory of compiled programs (JAX_COMPILATION_CACHE_DIR). Each
+    of these variables that this process's environment has keeps its value.
 
     Args:
         run: The run, whose arguments `solrl train` is called with.

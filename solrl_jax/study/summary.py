@@ -27,9 +27,9 @@ def summarize(
             reason of an unfinished run without an entry is "not finished".
 
     Returns:
-        A tuple: the content of `study.json`, and for each arm, by its name, the list of the
-        `Course` (scores and costs at the evaluations) of each finished run. The content is a dict
-        with the keys:
+        A tuple: the content of `study.json`, and for each arm, by its name, a list with one
+        `Course` (scores and costs at the evaluations) per finished run. The content is a dict with
+        the keys:
           * "plan": a dict with "name", "what", "preset", "arms" (by the name of each, the list of
             all overrides of its runs but those of the seed and the directory) and "seeds" (the
             sorted list of those of `runs`);

@@ -433,9 +433,9 @@ def _score(components: Components, target: Targets) -> Float[Array, ""]:
          and group, against the number that the caption asks for in this color.
       3. "shapes" (0.12): the same for the objects of the group's shape, whatever their color.
       4. "relation" (0.26, only for captions with one): `0.7 sigmoid((along - across) / 0.5) + 0.3
-         sigmoid((along - 1) / 2)`, with the distances of the mean positions of the two groups
-         along the axis of the relation (negative if they lie the other way round) and across it
-         (`_displacement`), times the completeness of each of the two groups.
+         sigmoid((along - 1) / 2)`, times the completeness of each of the two groups. `along` is the
+         distance of their mean positions along the axis of the relation, negative if they lie the
+         other way round, and `across` the distance across it (`_displacement`).
       5. "alone" (0.1): `exp(-n)` times the mean completeness of the groups, where n is the number
          of objects that belong to no group plus a twentieth of the area of specks, the components
          that are no objects.

@@ -411,8 +411,8 @@ class History:
         """Returns the input of the next convolution over time with the frames before it.
 
         Also appends the last `count` frames of the result to the list `after`, for the next chunk.
-        Every chunk must call `extend` for the same convolutions in the same order (`skip` takes its
-        place for one that is not applied to the first chunk).
+        The method must be called for the same convolutions in the same order in every chunk. For a
+        convolution that is not applied to the first chunk, `skip` is called there instead.
 
         Args:
             x: the input frames of the chunk.
@@ -550,9 +550,9 @@ class Stage(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it. The call appends the frames that
-                the next chunk needs to `history.after`. The first chunk must be the first frame
-                alone, which is not checked. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends to
+                `history.after` the frames that the next chunk needs. The first chunk must be the
+                first frame alone, which is not checked. None: `x` is whole clips.
 
         Returns:
             Clips in the dtype of `x`. Without upsampling they have the size of `x` and `n_out`
@@ -607,9 +607,9 @@ class ResidualStage(Stage):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it. The call appends the frames that
-                the next chunk needs to `history.after`. The first chunk must be the first frame
-                alone, which is not checked. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends to
+                `history.after` the frames that the next chunk needs. The first chunk must be the
+                first frame alone, which is not checked. None: `x` is whole clips.
 
         Returns:
             Clips in the dtype of `x` with `n_out` channels. Without upsampling they have the size
@@ -669,8 +669,8 @@ class MidBlock(nnx.Module):
 
         Args:
             x: clips with `channels` channels.
-            history: for a chunk of a clip: the frames before it. The call appends the frames that
-                the next chunk needs to `history.after`. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends to
+                `history.after` the frames that the next chunk needs. None: `x` is whole clips.
 
         Returns:
             An array of the shape and dtype of `x`.
@@ -710,8 +710,8 @@ class ResidualBlock(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it. The call appends the frames that
-                the next chunk needs to `history.after`. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends to
+                `history.after` the frames that the next chunk needs. None: `x` is whole clips.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.
@@ -777,9 +777,9 @@ class Upsample(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it. The call appends the frames that
-                the next chunk needs to `history.after`. The first chunk must be the first frame
-                alone, which is not checked. None: `x` is whole clips.
+            history: for a chunk of a clip: the frames before it. The call appends to
+                `history.after` the frames that the next chunk needs. The first chunk must be the
+                first frame alone, which is not checked. None: `x` is whole clips.
 
         Returns:
             Clips with `n_out` channels, in the dtype of `x`. T is t if the layer is not temporal.
@@ -805,9 +805,9 @@ class Upsample(nnx.Module):
         Args:
             x: frames of clips, without the first one of a clip. The convolution does not read that
                 frame either: it sees zeros before the second one.
-            history: for a chunk of a clip: the frames before it. The call appends the frames that
-                the next chunk needs to `history.after`. None: `x` is whole clips but for their
-                first frame.
+            history: for a chunk of a clip: the frames before it. The call appends to
+                `history.after` the frames that the next chunk needs. None: `x` is whole clips but
+                for their first frame.
 
         Returns:
             Twice as many frames, in the dtype of `x`.
@@ -846,9 +846,9 @@ class CausalConv(nnx.Module):
 
         Args:
             x: clips with `n_in` channels.
-            history: for a chunk of a clip: the frames before it. The call appends the frames that
-                the next chunk needs to `history.after` (nothing if the kernel has one slice in
-                time). None: `x` is whole clips, with zeros before them.
+            history: for a chunk of a clip: the frames before it. The call appends to
+                `history.after` the frames that the next chunk needs (none if the kernel has one
+                slice in time). None: `x` is whole clips, with zeros before them.
 
         Returns:
             Clips of the size of `x` with `n_out` channels, in the dtype of `x`.

@@ -202,9 +202,9 @@ class FluxPipeline(Pipeline):
             padding.
 
         Raises:
-            InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary.
-                The tokenizers without a vocabulary that this package carries for `solrl plan` are
-                an exception: they return zeros, because a plan needs only shapes.
+            InputError: `max_tokens` is out of range, or a tokenizer fails or has no vocabulary. The
+                tokenizers without a vocabulary that this package carries for `solrl plan` are an
+                exception: they return zeros, because a plan needs only shapes.
         """
         return {
             "clip": tokenize(self.folder / "tokenizer", prompts, self.clip_tokens)["ids"],

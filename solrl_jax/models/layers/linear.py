@@ -50,8 +50,7 @@ class Linear(nnx.Module):
 
         Raises:
             ValueError: If the array `x` is not of a floating-point dtype; or if it does not have
-                `n_in` features and the weight is in NVFP4. (NVFP4 does not always detect that a
-                lazy activation has a wrong number of features.)
+                `n_in` features and the weight is in NVFP4.
             TypeError: If `x` does not have `n_in` features and the weight is not in NVFP4.
         """
         if isinstance(x, LazyActivation):
@@ -62,9 +61,9 @@ class Linear(nnx.Module):
     def lazy(self, x: Activation) -> LazyActivation:
         """Applies the layer, and returns `x W + b` as a lazy activation.
 
-        The matmul is computed now, in INT8 with its scales. The addition of the bias and the scales
-        of a matmul in FP8 or NVFP4 are left to the layer that reads the result, whose kernel does
-        them on the fly.
+        The matmul is computed now; for a weight in INT8, its scales are applied now, too. The bias
+        and the scales of a matmul in FP8 or NVFP4 are left to the layer that reads the result,
+        whose kernel applies them on the fly.
 
         Args:
             x: The input [b, s, in], an array or a lazy activation (one that is computed when it is

@@ -28,8 +28,8 @@ EPS = 1e-6  # added to the ReLU of queries and keys, and to the denominator
 
 @dataclasses.dataclass(frozen=True)
 class Mhla:
-    """How MHLA replaces SANA's linear attention (`model.mhla_blocks`, `model.mhla_released` and
-    `model.mhla_norm` of the configuration).
+    """The settings of MHLA, which replaces SANA's linear attention (`model.mhla_blocks`,
+    `model.mhla_released` and `model.mhla_norm` of the configuration).
 
     MHLA divides the tokens of an image into M equal blocks. Linear attention has one sum over all
     keys; here each block has its own, and the queries of block i read the mixture of these sums

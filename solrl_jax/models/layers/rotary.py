@@ -88,8 +88,8 @@ def rotate_by_matmul(
         x: Queries or keys [..., d]. The last axis holds heads of `2 * half` features side by side.
         cos: The cosines of the angles of each position [..., half]: one angle per pair of features
             of a head, the same for all heads. The leading axes broadcast against those of `x`. No
-            gradient is computed for them.
-        sin: The sines of the angles, as `cos`.
+            gradient is computed for the cosines.
+        sin: The sines of the angles, of the shape of `cos`. No gradient is computed for them.
 
     Returns:
         The rotated array, of the shape and dtype of `x`. Where a feature is not finite, more

@@ -225,8 +225,8 @@ def without_variants(names: Iterable[str]) -> list[str]:
     variants.
 
     A variant such as `model.fp16.safetensors` holds the same weights in another precision, or
-    averaged ones. Its name has a further part between dots, which that of a shard such as
-    `model-00001-of-00002.safetensors` does not have. If all are variants, all are selected.
+    averaged ones. The name of a variant has an additional part between dots; the name of a shard,
+    such as `model-00001-of-00002.safetensors`, has none. If all are variants, all are selected.
 
     Args:
         names: names of all files in the folder, without directories.

@@ -23,9 +23,9 @@ class AutoencoderKLQwenImageConfig(VideoAutoencoderConfig):
     with the defaults of diffusers.
 
     The attribute below is in addition to those of `VideoAutoencoderConfig`. The values in
-    `temperal_downsample` have no effect, because an image has one frame, but their number is
-    checked (one less than that of `dim_mult`). The constructor raises ValueError for a value that
-    is not supported; so does `read` for an unknown field.
+    `temperal_downsample` have no effect, because an image has one frame, but their number must be
+    one less than that of `dim_mult`. The constructor raises ValueError for a value that is not
+    supported; so does `read` for an unknown field.
 
     Attributes:
         input_channels: number of color channels of an image; only 3 is supported.
@@ -39,9 +39,8 @@ class AutoencoderKLQwenImageConfig(VideoAutoencoderConfig):
         """Checks the values of the fields.
 
         Raises:
-            ValueError: a field that Wan's autoencoder has too has an unsupported value
-                (`VideoAutoencoderConfig.check`), or `input_channels` is not 3. The message names
-                the field.
+            ValueError: a field of `VideoAutoencoderConfig` has an unsupported value (see its method
+                `check`), or `input_channels` is not 3. The message names the field.
         """
         super().check()
         self.require(self.input_channels == 3, "input_channels", "3")

@@ -52,9 +52,9 @@ SHIFT_SETTINGS = {
 class QwenImagePipeline(Pipeline):
     """Qwen-Image or Qwen-Image-2512: the language part of Qwen2.5-VL encodes the prompt.
 
-    It uses classifier-free guidance, and scales each token of the result to the norm of the
-    velocity for the prompt (`guide`). `velocity` raises ValueError for `fp8_attention`, because the
-    attention is masked.
+    It uses classifier-free guidance, and scales each token of the result to the norm that the token
+    has in the velocity for the prompt (`guide`). `velocity` raises ValueError for `fp8_attention`,
+    because the attention is masked.
 
     `QwenImagePipeline(folder, gradient_checkpointing)` opens a model directory in the layout of
     diffusers without reading a weight. It raises FileNotFoundError if a configuration or the

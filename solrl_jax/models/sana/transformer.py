@@ -123,11 +123,12 @@ class SanaTransformer2DModel(nnx.Module):
             KeyError in the call.
         attention: function that builds the attention among the image tokens. It is called like the
             constructor of `LinearAttention`: `attention((d, d, d), heads, normed=..., bias=...,
-            rngs=...)`. The widths are those of an attending token, of an attended token and of all
-            heads together, all d here; `normed` is whether queries and keys are normalized, and
-            `bias` is `config.attention_bias`. The module that it returns is called as
-            `module(tokens, (rows, columns))` with a lazy activation [b, n, d] (one that is computed
-            when it is read), and returns an array of this shape. None: `LinearAttention`.
+            rngs=...)`. The first argument holds the numbers of features of an attending token, of
+            an attended token and of all heads together, all equal to d (`config.width`); `normed`
+            is whether queries and keys are normalized, and `bias` is `config.attention_bias`. The
+            module that it returns is called as `module(tokens, (rows, columns))` with a lazy
+            activation [b, n, d] (one that is computed when it is read), and returns an array of
+            this shape. None: `LinearAttention`.
         rngs: random number generators for the initial weights.
     """
 
@@ -226,11 +227,12 @@ class SanaBlock(nnx.Module):
             the ratio of the MLP.
         attention: function that builds the attention among the image tokens. It is called like the
             constructor of `LinearAttention`: `attention((d, d, d), heads, normed=..., bias=...,
-            rngs=...)`. The widths are those of an attending token, of an attended token and of all
-            heads together, all d here; `normed` is whether queries and keys are normalized, and
-            `bias` is `config.attention_bias`. The module that it returns is called as
-            `module(tokens, (rows, columns))` with a lazy activation [b, n, d] (one that is computed
-            when it is read), and returns an array of this shape.
+            rngs=...)`. The first argument holds the numbers of features of an attending token, of
+            an attended token and of all heads together, all equal to d (`config.width`); `normed`
+            is whether queries and keys are normalized, and `bias` is `config.attention_bias`. The
+            module that it returns is called as `module(tokens, (rows, columns))` with a lazy
+            activation [b, n, d] (one that is computed when it is read), and returns an array of
+            this shape.
         rngs: random number generators for the initial weights.
     """
 

@@ -150,8 +150,8 @@ class GroupedQueryAttention(nnx.Module):
 
         Args:
             x: the normalized tokens, at positions 0 to l - 1.
-            mask: true where a query (third axis) attends to a key (last axis), for every head. A
-                query without a key gets the mean of the values of all tokens.
+            mask: true where a query (third axis) attends to a key (last axis), for every head. The
+                output of a query without a key is finite, but has no meaning.
 
         Returns:
             One output per token, of the shape and dtype of `x`.

@@ -151,8 +151,8 @@ class Qwen3Model(nnx.Module):
         config: configuration of the whole network (`Qwen3Config`).
         states: indices of the hidden states to return, in any order: state 0 is the embedded
             tokens, and state i the output of layer i, counted from 1, without a norm. The largest
-            index, which must be at least 1, is the number of layers that are built. (It is not
-            compared with `config.num_hidden_layers`; `open_qwen3` does this.)
+            index, which must be at least 1, is the number of layers that are built. Only
+            `open_qwen3` compares it with `config.num_hidden_layers`.
         rngs: random number generators for the initial weights.
     """
 

@@ -31,7 +31,7 @@ def load_tokenizer(folder: Path) -> Any:
 
     Returns:
         The tokenizer of transformers. If `tokenizer_class` in `tokenizer_config.json` is
-        "NoVocabulary", a `NoVocabulary`: the stand-in for `solrl plan`, which returns zeros of the
+        "NoVocabulary", a `NoVocabulary`: a stand-in for `solrl plan` that returns zeros of the
         right shape for every text.
 
     Raises:

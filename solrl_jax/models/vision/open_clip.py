@@ -69,8 +69,8 @@ def locate_open_clip_tensors(
     Returns:
         (table, tensors). The table has one entry per parameter, with the names of its tensors in
         transformers. The `layout` of the two projections is "same" (not transposed when read),
-        because [in, out] is also this package's order of axes. The dictionary `tensors` has
-        the position of each tensor under its name in transformers. The position of queries, keys or
+        because [in, out] is also this package's order of axes. The dictionary `tensors` has the
+        position of each tensor under its name in transformers. The position of queries, keys or
         values is that of their third of a tensor.
 
     Raises:

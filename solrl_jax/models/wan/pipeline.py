@@ -46,10 +46,10 @@ class WanPipeline(Pipeline):
     `WanPipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the layout
     of diffusers without reading a weight. It raises FileNotFoundError if a configuration or the
     tokenizer is missing, and ValueError if one is not supported (such as that of Wan 2.2 A14B,
-    which has two transformers) or two do not fit together.
-    `gradient_checkpointing` ("none", the default, "matmuls" or "blocks") says what the backward
-    pass of the transformer recomputes; another value raises KeyError while tracing. The attributes
-    below are in addition to those of `Pipeline`.
+    which has two transformers) or two do not fit together. `gradient_checkpointing` ("none", the
+    default, "matmuls" or "blocks") says what the backward pass of the transformer recomputes;
+    another value raises KeyError while tracing. The attributes below are in addition to those of
+    `Pipeline`.
 
     Attributes:
         config: configuration of the transformer (`transformer/config.json`).

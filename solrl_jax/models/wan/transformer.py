@@ -119,8 +119,8 @@ class WanConfig(TransformerConfig):
 
     @property
     def axes_dims(self) -> tuple[int, int, int]:
-        """How many features of an attention head the rotary embedding rotates by each coordinate of
-        a token: (frame, row, column).
+        """The number of features of an attention head that the rotary embedding rotates by each
+        coordinate of a token: (frame, row, column).
 
         Row and column each get a third of the features, rounded down to an even number. The frame
         gets the remaining ones. A head of 128 features gives (44, 42, 42).
@@ -419,8 +419,8 @@ def rotary_table(frames: int, rows: int, columns: int, axes_dims: tuple[int, ...
 
     Returns:
         Cosines and sines, two float32 NumPy arrays [1, frames * rows * columns, head_dim / 2],
-        where head_dim is the sum of `axes_dims`. The last axis has the pairs of the frame, then
-        those of the row, then those of the column.
+        where head_dim is the sum of `axes_dims`. Along the last axis, the angles of the frame come
+        first, then those of the row, then those of the column.
     """
     positions = np.indices((frames, rows, columns)).reshape(3, -1).astype(float)
     return rotation_table(positions, axes_dims, THETA)

@@ -100,9 +100,9 @@ def score_json(text: str, criteria: Mapping[str, tuple[float, float]]) -> dict[s
         its name.
 
     Raises:
-        ScoringFailure: If the text is not JSON, repeats a key or exceeds another limit of
-            `storage.readers.parse_json`, if a criterion is missing or no number (true and "3" are
-            none), or if a number is outside its range.
+        ScoringFailure: If `storage.readers.parse_json` refuses the text, e.g. because it is not
+            JSON or repeats a key; if a criterion is missing or no number (true and "3" are none);
+            or if a number is outside its range.
     """
     try:
         value = parse_json(_without_fence(text))

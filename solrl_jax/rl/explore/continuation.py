@@ -56,13 +56,13 @@ def continued_steps(
 
     * `regenerate` is False, so nothing is regenerated, or `explore.exact_steps` is 0.
     * The exploration format quantizes nothing. Exploration then has no exact steps of its own and
-      keeps no latents between steps.
+        keeps no latents between steps.
     * The sigmas of the exact steps differ from those of the regeneration.
     * `noise_level` is above 0. Objectives that train on transitions need the states before these
-      steps too.
+        steps too.
     * `solver` is "dpm2" and `explore.exact_steps` is 2 or more. From its third step on, this solver
-      also uses the prediction of the step before, which is not kept. The second step does not,
-      since the first sigma is 1, so one exact step can be taken over.
+        also uses the prediction of the step before, which is not kept. The second step does not,
+        since the first sigma is 1, so one exact step can be taken over.
     * `query_steps` begins before the end of these steps, so that a state in them may be recorded.
 
     Args:

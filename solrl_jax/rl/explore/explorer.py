@@ -25,9 +25,9 @@ class Explorer:
 
     The options of `rollout.explore` change the configured schedule, the quantizer and the segments
     (which policy takes which solver steps). Some measure the base policy (the model before
-    training) first, for example the inputs of its layers. The measurement is
-    taken when a method first needs the result, which the object keeps. The calibration prompts are
-    encoded before the measurement, which may load text encoders and write to the cache of prompts.
+    training) first, for example the inputs of its layers. The measurement is taken when a method
+    first needs the result, which the object keeps. The calibration prompts are encoded before the
+    measurement, which may load text encoders and write to the cache of prompts.
 
     Attributes:
         explore: The section `rollout.explore` of the configuration: the number of steps and the
@@ -59,12 +59,12 @@ class Explorer:
 
     @cached_property
     def settings(self) -> tuple[ExplorationSetting, ...]:
-        """The settings that the monitor (`rl.explore.monitor`) chooses from when exploration ranks
-        candidates badly, each more faithful than the one before: the configured format and number
-        of steps (index 0); the same format with all steps of the regeneration; FP8 with all steps;
-        the training precision with all steps. A setting is left out if it equals an earlier one,
-        and FP8 and the training precision also if they have no more bits per weight than the
-        configured format.
+        """The settings that the monitor (`rl.explore.monitor`) chooses from, by how well
+        exploration ranks candidates. Each is more faithful than the one before: the configured
+        format and number of steps (index 0); the same format with all steps of the regeneration;
+        FP8 with all steps; the training precision with all steps. A setting is left out if it
+        equals an earlier one, and FP8 and the training precision also if they have no more bits per
+        weight than the configured format.
         """
         return setting_ladder(
             self.format,
@@ -96,13 +96,13 @@ class Explorer:
             noise_start: Where noise is added, if `rollout.noise_level` is above 0: at
                 `rollout.sde_window_size` steps of the full schedule (that of the regeneration) from
                 step `noise_start` (counted from 0) on; without a window size, at all steps from
-                there on. A schedule with fewer steps adds it between the same sigmas. The last step
-                never adds noise.
+                there on. A schedule with fewer steps adds noise between the same sigmas. The last
+                step never adds noise.
 
         Returns:
-            A schedule of `steps` steps; equal arguments give the same object. With
-            `explore.sigmas` "first", it has no noise, and it is the full schedule if `steps` is at
-            least the number of steps of that.
+            A schedule of `steps` steps; equal arguments give the same object. With `explore.sigmas`
+            "first", the schedule has no noise, and it is the full schedule if `steps` is at least
+            `rollout.num_steps`.
 
         Raises:
             numpy.linalg.LinAlgError: If an option measures values that are not finite.
@@ -169,7 +169,8 @@ class Explorer:
 
     def policy(self, adapters: Trainable, precision: str) -> Params:
         """Returns the parameters with which a policy explores ("sync" in the paper). If the format
-        quantizes, adapters are merged into the weights to quantize; otherwise all stay unmerged.
+        quantizes, the adapters of quantized weights are merged into them; all other adapters stay
+        unmerged.
 
         The first call with a format may sample from the base, for options that measure
         (`quantizer`). Every process of a run must call it.
@@ -183,9 +184,10 @@ class Explorer:
             The parameters of the policy, a tree of the structure of the base:
 
             * At the paths in `self.quantized`, if the format quantizes: new `Quantized` leaves,
-              made from the base with its adapter merged, or from the array that is trained in full.
+                made from the base with its adapter merged, or from the array that is trained in
+                full.
             * At other trained paths: `LowRank` leaves (the base's array and the float32 adapter,
-              unmerged), or the arrays that are trained in full, in the dtype of the base.
+                unmerged), or the arrays that are trained in full, in the dtype of the base.
             * Elsewhere: the arrays of the base.
 
         Raises:
@@ -246,8 +248,8 @@ class Explorer:
         """Divides the solver steps of exploration into segments, as the active options ask.
 
         A segment is a policy and the consecutive solver steps that it takes. An option may add a
-        segment, for example the first steps with the unquantized policy. An option is active if
-        its field of `rollout.explore` does not have its default.
+        segment, for example the first steps with the unquantized policy. An option is active if its
+        field of `rollout.explore` does not have the default value.
 
         Args:
             segment: The policy that explores, with all steps of the schedule.

@@ -68,11 +68,11 @@ def next_level(history: Sequence[tuple[int, float]], floor: float, last: int) ->
     rule or in the history, do not count.
 
     * If the median of the last 3 correlations with the present setting is below `floor`, the index
-      rises by one, up to `last`.
+        rises by one, up to `last`.
     * If that median is at least `floor` and the present setting has at least 10 correlations, the
-      index (above 0) falls by one, as a trial. Whenever the index rises from the setting that the
-      last trial fell to, however late, the number 10 doubles (20, 40, and so on). If the index
-      rises from any other setting, the number is 10 again.
+        index (above 0) falls by one, as a trial. Whenever the index rises from the setting that the
+        last trial fell to, however late, the number 10 doubles (20, 40, and so on). If the index
+        rises from any other setting, the number is 10 again.
 
     Args:
         history: For each iteration so far, from the first: the index of the setting that it

@@ -124,8 +124,8 @@ class ExplorationOption(abc.ABC):
     def schedule(self, explore: Explore, calibration: Calibration, schedule: Schedule) -> Schedule:
         """Returns the schedule to explore on: its sigmas and solver coefficients.
 
-        It may sample from the base (the method `measures` tells whether it does); every process of
-        a run must then call it.
+        It may sample from the base (see the method `measures`); every process of a run must then
+        call it.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own
@@ -150,7 +150,7 @@ class ExplorationOption(abc.ABC):
         """Returns the quantizer of the policy that explores: how each of its weights is quantized.
 
         It is called only for formats that quantize. It may sample from the base and differentiate
-        it (the method `measures` tells whether it does); every process of a run must then call it.
+        it (see the method `measures`); every process of a run must then call it.
 
         Args:
             explore: The section `rollout.explore` of the configuration, which has the option's own

@@ -54,9 +54,9 @@ def awm(
 
     Returns:
         One loss per sample, and metrics with one value per sample: "loss/policy" (the first term),
-        "ratio" (R, at most 1e6), "ratio/clipped" (1 if R differs from 1 by more than c, else 0),
-        "loss/drift" (mean((v - v_old)^2), the last term) and, unless `kl_coef` is 0, "loss/kl" (the
-        distance to the reference, without `kl_coef`).
+        "ratio" (R, at most 1e6 in this metric), "ratio/clipped" (1 if R differs from 1 by more than
+        c, else 0), "loss/drift" (mean((v - v_old)^2), the last term) and, unless `kl_coef` is 0,
+        "loss/kl" (the distance to the reference, without `kl_coef`).
     """
     v = velocities.trained
     v_old = jax.lax.stop_gradient(velocities.old)

@@ -32,9 +32,9 @@ def flow_cps(
         loss  = max(-A R, -A clip(R, 1 - c, 1 + c)) + kl_coef mean((m - m_ref)^2) / (2 std^2)
         m     = a x + b (x - sigma v)                the mean of the step
 
-    Means are over the dimensions of a sample. As in the released code, log R is not divided by 2
-    std^2. With `algorithm.kl_fraction` below 1, the KL term is 0 for samples without a reference
-    and scaled up for the others (`distance_to_reference`).
+    Means are over the dimensions of a sample. As in the released code, log R is not divided by
+    `2 std^2`. With `algorithm.kl_fraction` below 1, the KL term is 0 for samples without a
+    reference and scaled up for the others (`distance_to_reference`).
 
     Args:
         velocities: The velocities that the trained (v), the old (v_old) and the reference policy

@@ -254,9 +254,9 @@ class Correction(ExplorationOption):
                 number of directions.
             calibration: The base policy and the samples to measure on.
             paths: The parameter paths of the quantized linear layers.
-            quantizer: The quantizer of the format. Its function must take a matrix without extra
-                arrays. It will quantize each weight minus the part along the directions. Its
-                `extra_arrays`, if any, are dropped.
+            quantizer: The quantizer of the format. Its function must take a matrix alone, without
+                extra arrays; it gets each weight minus the part along the directions. The
+                `extra_arrays` of the quantizer, if any, are dropped.
             schedule: The exploration schedule. The inputs are measured at its sigmas.
 
         Returns:
@@ -282,9 +282,9 @@ class Correction(ExplorationOption):
             explore: The section `rollout.explore` of the configuration. `correction_rank` is the
                 number of directions.
             weights: The shapes of the quantized weights [..., in, out] by parameter path.
-            quantizer: The quantizer of the format. Its function must take a matrix without extra
-                arrays. It will quantize each weight minus the part along the directions. Its
-                `extra_arrays`, if any, are dropped.
+            quantizer: The quantizer of the format. Its function must take a matrix alone, without
+                extra arrays; it gets each weight minus the part along the directions. The
+                `extra_arrays` of the quantizer, if any, are dropped.
 
         Returns:
             The quantizer. For each path it has one extra array, the shape [..., in,
