@@ -264,9 +264,11 @@ def _unwrap(file: Path, value: Any, torch: Any) -> tuple[Tensors, str | None, li
             beside that dictionary may be of any type.
     """
     prefix = ""
+    depth = 0
     left_out = []
     while isinstance(value, Mapping) and (key := _container(value, torch)) is not None:
-        if prefix.count(".") > MOST_NESTED:
+        depth += 1
+        if depth > MOST_NESTED:
             raise InputError(f"{file}: its dictionaries are more than {MOST_NESTED} levels deep")
         left_out += [f"{prefix}{k} ({type(v).__name__})" for k, v in value.items() if k != key]
         prefix = f"{prefix}{key}."

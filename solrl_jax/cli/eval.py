@@ -123,7 +123,7 @@ def command(
             raise InputError(
                 "--paired: expected two runs or models, e.g. solrl eval runs/a runs/b --paired"
             )
-        other = expand_home(overrides[0])
+        other = TARGET.convert(overrides[0], None, None)
         overrides = overrides[1:]
     if preset is not None and (is_run(target) or target in preset_names()):
         raise InputError(
@@ -207,12 +207,12 @@ def _is_policy(text: str) -> bool:
         InputError: If a URL has no bucket, or the package that reads its store is not installed.
         ValueError: If `text` begins with the `~USER` of a user that does not exist.
     """
-    path = expand_home(text)
     try:
+        path = expand_home(text)
         return is_run(path) or Path(path).is_dir()
     except StoreError:
         raise
-    except OSError:  # a name that no file can have, e.g. a long setting
+    except (OSError, ValueError):  # a name that no file can have, or the home of no user
         return False
 
 

@@ -113,7 +113,7 @@ def parse_overrides(overrides: Sequence[str]) -> Overrides:
             value = raw  # as it is, so that a path may contain " #", which begins a comment in YAML
         key, value = migrate_override(key, value)
         if key in PARTS and not isinstance(value, Mapping):
-            _choose(parsed, plugins, key, raw)
+            _choose(parsed, plugins, key, value if isinstance(value, str) else raw)
         elif key == "preset":
             parsed.problems.append(
                 f"preset={brief_repr(value)}: a preset is chosen by name, not by an override"

@@ -133,18 +133,23 @@ def section_names() -> frozenset[str]:
 def unknown_key_message(key: str) -> str:
     """Returns the error message for a dotted key that is not a field, with a proposal.
 
-    The proposal is the field or section with the most similar dotted name or, if none is similar
-    (`suggest`), a list of the fields and subsections in the section of the key (of the top level,
-    if there is no such section).
+    The proposal is the field of the same section with the most similar name, else a field of
+    another section with the same or a similar dotted name, else a list of the fields of the section
+    (of the top level, if there is no such section).
 
     Args:
         key: The dotted key.
     """
-    section = key.rpartition(".")[0]
-    if section not in section_names():
-        section = ""
-    siblings = [name for name in field_names() if name.rpartition(".")[0] == section]
-    return f"unknown key '{key}': {suggest(key, field_names(), siblings)}"
+    section, _, name = key.rpartition(".")
+    in_section = {f.rpartition(".")[2]: f for f in field_names() if f.rpartition(".")[0] == section}
+    # Only last parts are compared here, because the dotted names of a section all begin alike.
+    if near := difflib.get_close_matches(name[:80], in_section, n=1):
+        return f"unknown key '{key}': did you mean '{in_section[near[0]]}'?"
+    others = [f for f in field_names() if f not in {*in_section.values(), *section_names()}]
+    if namesakes := [f for f in others if f.rpartition(".")[2] == name]:
+        return f"unknown key '{key}': did you mean '{namesakes[0]}'?"
+    listed = in_section.values() or [f for f in field_names() if "." not in f]
+    return f"unknown key '{key}': {suggest(key, others, [*listed])}"
 
 
 def suggest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:

@@ -20,6 +20,9 @@ from pydantic import (
     Strict,
 )
 
+# Parts of the names of URL parameters that hold secrets, as a regular expression.
+SECRET_WORDS = "key|token|secret|pass|auth|signature"
+
 
 class ConfigError(ValueError):
     """The error for a configuration that cannot be used.
@@ -46,10 +49,15 @@ def brief_repr(value: Any) -> str:
     """Returns `repr(value)` for error messages; a text above 80 characters is cut to its first 77
     and "...".
 
+    In URLs, "..." also takes the place of a user name and password before the host, and of the
+    values of parameters whose names look like secrets (`contains_secret`).
+
     Args:
         value: Any value.
     """
-    text = repr(value)
+    text = re.sub(r"://[^/@\s]*@", "://...@", repr(value))
+    parameter = rf"([?&;#][\w.-]*({SECRET_WORDS})[\w.-]*=)[^&;#\s'\"]+"
+    text = re.sub(parameter, r"\1...", text, flags=re.IGNORECASE)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
@@ -89,10 +97,11 @@ def contains_secret(name: str) -> bool:
     if "://" not in name:
         return False
     url = urllib.parse.urlsplit(name)
-    words = r"key|token|secret|pass|auth|signature|^sig$"
     parameters = re.split("[&;?]", f"{url.query}&{url.fragment}")
     names = [parameter.partition("=")[0] for parameter in parameters]
-    return "@" in url.netloc or any(re.search(words, name, re.IGNORECASE) for name in names)
+    return "@" in url.netloc or any(
+        re.search(f"{SECRET_WORDS}|^sig$", name, re.IGNORECASE) for name in names
+    )
 
 
 def _parse_number(value: Any) -> Any:

@@ -108,6 +108,7 @@ def model_card(
     pipeline: type[Pipeline],
     *,
     has_image: bool,
+    has_adapters: bool,
 ) -> str:
     """Returns the text of a model card.
 
@@ -120,11 +121,12 @@ def model_card(
         name: The repository that the card is for, OWNER/NAME.
         export: The result of `api.export`: "iteration", "rank" and "alpha" (the LoRA settings, also
             of a run without adapters), and "trained_in_full" (a number of arrays) if any parameter
-            is trained in full. The card then describes a whole transformer, even if other
-            parameters have adapters.
+            is trained in full. The card then describes a whole transformer.
         pipeline: The class of the base model's pipeline.
         has_image: Whether the card shows the image `images/before-after.png`, which must then be in
             the folder of the card.
+        has_adapters: Whether the folder `transformer` also has a LoRA, for parameters that are not
+            trained in full.
 
     Returns:
         Markdown with metadata in YAML at the top: a description of the weights, the license of the
@@ -148,7 +150,7 @@ def model_card(
         "weights are the average (EMA) of the trained policy.",
         _license_sentence(base),
         "## Use",
-        _usage(config, name, pipeline, whole),
+        _usage(config, name, pipeline, whole, has_adapters),
         "## Held-out scores",
         _scores(run, config, export["iteration"]),
     ]
@@ -339,7 +341,13 @@ def _license_sentence(base: str) -> str:
     return f"The license of the base applies to these weights: {link}."
 
 
-def _usage(config: Config, name: str, pipeline: type[Pipeline], whole: bool) -> str:
+def _usage(
+    config: Config,
+    name: str,
+    pipeline: type[Pipeline],
+    whole: bool,
+    has_adapters: bool = False,
+) -> str:
     """Returns a block of Python that generates an image, or a clip, with diffusers.
 
     Args:
@@ -348,8 +356,10 @@ def _usage(config: Config, name: str, pipeline: type[Pipeline], whole: bool) -> 
             the guidance of its rollout.
         name: The repository, OWNER/NAME.
         pipeline: The class of the base model's pipeline, which knows the arguments of diffusers.
-        whole: Whether parameters are trained in full. The example then loads a transformer (and no
-            LoRA, even if other parameters have adapters), and otherwise a LoRA.
+        whole: Whether parameters are trained in full. The example then loads a transformer, and
+            otherwise a LoRA.
+        has_adapters: Whether the folder of that transformer also has a LoRA, which the example then
+            loads too. Without `whole` it is not read.
     """
     base = str(_cut_absolute_paths(config.model.path))
     height, width, *frames = evaluation_size(config)
@@ -363,6 +373,8 @@ def _usage(config: Config, name: str, pipeline: type[Pipeline], whole: bool) -> 
             f'    "{base}", transformer=transformer, torch_dtype=torch.bfloat16',
             ').to("cuda")',
         ]
+        if has_adapters:
+            load.append(f'pipeline.load_lora_weights("{name}", subfolder="transformer")')
     else:
         imports = "from diffusers import DiffusionPipeline"
         load = [
@@ -578,7 +590,10 @@ def add_card(
     if has_image:
         with files.disk_errors_as_run_errors(folder / IMAGE):
             files.atomic_write(folder / IMAGE, source.read_bytes())
-    card = model_card(run, config, name, export, pipeline, has_image=has_image)
+    has_adapters = (folder / "transformer" / DIFFUSERS_FILE).is_file()
+    card = model_card(
+        run, config, name, export, pipeline, has_image=has_image, has_adapters=has_adapters
+    )
     files.atomic_write(folder / "README.md", card)
 
 

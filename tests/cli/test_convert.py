@@ -3,6 +3,7 @@ are refused.
 """
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -393,8 +394,15 @@ class Code:
         return os.system, (self.command,)
 
 
+def nested(levels):
+    """A tensor inside so many dictionaries, the last one under a key with dots."""
+    last = {"a.b.c": {"a": a}}
+    return functools.reduce(lambda inner, _: {"model": inner}, range(levels - 1), last)
+
+
 a = torch.zeros(2)
 REFUSED = {
+    "too many levels": (nested(9), "its dictionaries are more than 8 levels deep"),
     "code": (
         {"state_dict": {"a": a}, "x": Code("touch ran")},
         "reading it may run code (it asks for posix.system)",
@@ -425,6 +433,12 @@ REFUSED = {
         " c is torch.complex128",
     ),
 }
+
+
+def test_a_tensor_may_lie_eight_levels_deep(tmp_path):
+    torch.save(nested(8), tmp_path / "weights.pt")
+    summary = convert(tmp_path / "weights.pt", tmp_path / "weights.safetensors")
+    assert (summary["took"], summary["tensors"]) == ("model." * 7 + "a.b.c", 1)
 
 
 @pytest.mark.parametrize("archive", [True, False])

@@ -71,6 +71,9 @@ BAD = [
         "unknown key 'mesh.qqqqqqqqq': expected one of mesh.data, mesh.fsdp, mesh.tensor, "
         "mesh.sequence",
     ),
+    ("rollout.foo=1", "unknown key 'rollout.foo': expected one of rollout.candidates, .*"),
+    ("optimizer.rank=1", "unknown key 'optimizer.rank': did you mean 'lora.rank'?"),
+    ("rolout.kept=1", "unknown key 'rolout.kept': did you mean 'rollout.kept'?"),
     ("foo", "override 'foo': expected key=value, e.g. train.iterations=100"),
     ("seed=[1", "override 'seed=[1': not YAML (line 1: .*)"),
     ("preset=x", "preset='x': a preset is chosen by name, not by an override"),
@@ -94,6 +97,11 @@ BAD = [
         "model.quantization.modules_to_not_convert='abc': expected a list",
     ),
     ("reward.weights=3", "reward.weights=3: expected a mapping"),
+    ("reward.weights='https://me:x@host'", "reward.weights='https://...@host': expected a mapping"),
+    (
+        "reward.weights='http://host?api-key=x&a=1'",
+        "reward.weights='http://host?api-key=...&a=1': expected a mapping",
+    ),
     ("reward.weights={a: b}", "reward.weights.a='b': expected a number"),
     # ranges
     ("reward.weights={}", "reward.weights={}: must not be empty"),

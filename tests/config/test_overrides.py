@@ -51,6 +51,7 @@ def test_parts_are_chosen_for_any_preset():
     config = resolve("sana_sol_rl_pickscore", ["model=flux1", "family=naive_quant", "reward=hpsv2"])
     expected = resolve("flux1_naive_quant_hpsv2")
     assert dataclasses.replace(config, preset=expected.preset, run=expected.run) == expected
+    assert resolve("tiny", ["model='tiny-flux'"]).model.name == "tiny-flux"
     weights = resolve("tiny", ["reward.weights={a: 1}", "reward=clipscore"]).reward.weights
     assert weights == {"a": 1.0}
 

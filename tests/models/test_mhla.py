@@ -205,6 +205,7 @@ def test_blocks_are_as_square_as_they_can_be():
     assert tiling(16, (64, 16)) == (8, 2)
     assert tiling(16, (16, 64)) == (2, 8)
     assert tiling(6, (4, 9)) == (2, 3)
+    assert tiling(10, (10, 10)) == (2, 5)  # (5, 2) is as square: fewer from top to bottom
     with pytest.raises(
         ValueError,
         match=r"^model.mhla_blocks=16: 6 x 10 tokens do not divide into so many equal blocks$",

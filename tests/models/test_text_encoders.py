@@ -18,12 +18,12 @@ from solrl_jax.cli import encode as encode_command
 from solrl_jax.cli import main
 from solrl_jax.cli.encode import fill_cache
 from solrl_jax.data.prompts import Prompt
-from solrl_jax.errors import InputError
+from solrl_jax.errors import InputError, RunError
 from solrl_jax.models.backbone import open_text_encoders
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.locate import open_model
 from solrl_jax.models.text_encoders.encode import TextEncoders
-from solrl_jax.parallel import sharding
+from solrl_jax.parallel import hosts, sharding
 from solrl_jax.rl.experiment import build
 from solrl_jax.rl.generate import prepare
 from tests.cases import first_is_quick
@@ -251,6 +251,25 @@ def test_a_cache_that_cannot_be_written_is_refused_before_anything_is_loaded(
         " name another directory",
     ):
         encoders_of(folders / "sana", tmp_path / "file" / "x").encode(["a cat"], TOKENS)
+
+
+def test_a_failure_of_the_cache_is_one_of_all_processes(folders, tmp_path, monkeypatch):
+    """The others would wait for the process that failed. `run_on_every` tells them."""
+    asked = []
+
+    def run_on_every(act):
+        asked.append(len(asked))
+        act()
+        if asked[-1] == failing:
+            raise RunError("another process failed")
+
+    monkeypatch.setattr(hosts, "run_on_every", run_on_every)
+    for failing in range(3):  # while looking up, before loading, and while storing
+        asked.clear()
+        encoders = encoders_of(folders / "sana", tmp_path / str(failing))
+        with pytest.raises(RunError, match="another process failed"):
+            encoders.encode(["a red star"], TOKENS)
+        assert asked == list(range(failing + 1))
 
 
 def test_a_cache_that_is_only_read_needs_no_write(folders, with_one, monkeypatch, no_loading):

@@ -156,3 +156,17 @@ def test_a_preview_is_fitted_to_what_the_base_does_and_the_same_in_every_run(exp
     print(distance)
     assert distance["fitted"] < 0.9 * distance["not"]
     assert distance["not"] < 0.2 * want.std()  # and both are previews of it
+
+
+@pytest.mark.parametrize("bad_step", [0, 9])
+def test_a_base_whose_predictions_are_not_finite_gives_no_coefficients(bad_step):
+    """Also where only the last steps of the full schedule are, which the preview leaves out."""
+    full = make_sigmas("sd3", 10, 3.0, 1024)
+    sigmas = first_sigmas(full, 6)
+
+    def predict(x, sigma):
+        return x * (np.nan if sigma == full[bad_step] else 0.5)
+
+    noise = np.random.default_rng(0).standard_normal((2, 4))
+    with pytest.raises(np.linalg.LinAlgError):
+        fitted_table(predict, noise, full, solver_table("euler", full), sigmas)

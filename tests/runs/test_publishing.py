@@ -16,6 +16,7 @@ import solrl_jax as solrl
 from solrl_jax.config.presets import resolve
 from solrl_jax.errors import InputError
 from solrl_jax.models.flux.pipeline import FluxPipeline
+from solrl_jax.models.locate import open_model
 from solrl_jax.models.registry import PIPELINES
 from solrl_jax.models.wan.pipeline import WanPipeline
 from solrl_jax.rl.trainable.lora_files import import_lora
@@ -212,6 +213,20 @@ def test_the_example_has_the_arguments_of_its_pipeline_in_diffusers(model, scale
     assert lines[start + 1 : lines.index(").images[0]")] == arguments
     accepted = inspect.signature(getattr(diffusers, kind.kind).__call__).parameters
     assert all(argument.split("=")[0] in accepted for argument in arguments)
+
+
+@pytest.mark.parametrize("adapters", [True, False])
+def test_the_example_of_a_whole_transformer_loads_its_adapters_too(adapters, run, tmp_path):
+    (tmp_path / "transformer").mkdir()
+    if adapters:
+        (tmp_path / "transformer" / LORA).touch()
+    export = {"iteration": 2, "rank": 4, "alpha": 4.0, "trained_in_full": 1}
+    kind = open_model("embedded:tiny-sana")
+    model_card.add_card(tmp_path, run, read_run(run), "me/policy", export, type(kind))
+    card = (tmp_path / "README.md").read_text()
+    assert 'AutoModel.from_pretrained(\n    "me/policy", subfolder="transformer"' in card
+    loads = 'pipeline.load_lora_weights("me/policy", subfolder="transformer")\n' in card
+    assert loads is adapters
 
 
 def test_the_example_of_a_model_of_clips_makes_a_clip():

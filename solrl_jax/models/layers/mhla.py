@@ -9,7 +9,7 @@ The released DiT code (DAGroup-PKU/MHLA) departs from the paper in four places, 
 """
 
 import dataclasses
-import math
+from fractions import Fraction
 
 import jax.numpy as jnp
 import numpy as np
@@ -159,10 +159,9 @@ def tiling(blocks: int, grid: tuple[int, int]) -> tuple[int, int]:
     def divides(down: int) -> bool:
         return blocks % down == 0 and rows % down == 0 and columns % (blocks // down) == 0
 
-    def elongation(down: int) -> float:
-        block_rows = rows / down
-        block_columns = columns / (blocks // down)
-        return abs(math.log(block_rows / block_columns))
+    def elongation(down: int) -> Fraction:  # exact, so that ties are ties
+        aspect = Fraction(rows * (blocks // down), columns * down)
+        return max(aspect, 1 / aspect)
 
     candidates = [down for down in range(1, blocks + 1) if divides(down)]
     if not candidates:

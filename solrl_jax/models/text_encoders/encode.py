@@ -4,7 +4,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ PROMPTS_PER_DEVICE = 8  # encoded at once
 # Part of every cache key. It is raised with every change of `models/` that changes a bit of an
 # encoding.
 REVISION = 1
+
+T = TypeVar("T")
 
 
 class TextEncoders:
@@ -81,7 +83,7 @@ class TextEncoders:
         """
         if self._params is None:
             if self.cache is not None:
-                self.cache.check_writable()  # before loading, which takes minutes
+                hosts.run_on_every(self.cache.check_writable)  # loading takes minutes
             place = sharding.parameter_placement(self.mesh)
             with as_input_error():
                 self._params = {
@@ -142,18 +144,24 @@ class TextEncoders:
                 30 minutes.
         """
         tokens = self.pipeline.tokenize(prompts, max_tokens, instruction)
+        cache = self.cache
         rows: list[Encoding | None] = [None] * len(prompts)
-        if self.cache is not None:
-            keys = self._keys(tokens)
-            rows = [self.cache.read(key) for key in keys]
+        if cache is not None:
+            rows = self._look_up(tokens, cache.read)
         # All hosts must compute the same prompts: those that are missing on any host.
         is_missing = hosts.any_flags([row is None for row in rows])
         missing = [i for i, flag in enumerate(is_missing) if flag]
-        computed = self._compute({name: x[missing] for name, x in tokens.items()})
+        computed = list(self._compute({name: x[missing] for name, x in tokens.items()}))
         for i, row in zip(missing, computed, strict=True):
             rows[i] = row
-            if self.cache is not None:
-                self.cache.write(keys[i], row)
+        if cache is not None:
+            keys = self._keys(tokens)
+
+            def store() -> None:
+                for i, row in zip(missing, computed, strict=True):
+                    cache.write(keys[i], row)
+
+            hosts.run_on_every(store)
         complete = [row for row in rows if row is not None]
         encoding = {name: np.stack([row[name] for row in complete]) for name in complete[0]}
         return encoding, len(missing)
@@ -197,8 +205,9 @@ class TextEncoders:
         if self.cache is None:
             return 0
         try:
-            keys = self._keys(self.pipeline.tokenize(prompts, max_tokens, instruction))
-            is_missing = hosts.any_flags([not self.cache.has(key) for key in keys])
+            tokens = self.pipeline.tokenize(prompts, max_tokens, instruction)
+            is_cached = self._look_up(tokens, self.cache.has)
+            is_missing = hosts.any_flags([not flag for flag in is_cached])
             missing = [prompt for prompt, flag in zip(prompts, is_missing, strict=True) if flag]
             for start in range(0, len(missing), self.prompts_per_chunk):
                 progress(len(missing), min(start, self.prompts_per_chunk))
@@ -208,6 +217,28 @@ class TextEncoders:
         finally:
             self.release()
         return len(missing)
+
+    def _look_up(self, tokens: Tokens, find: Callable[[str], T]) -> list[T]:
+        """Asks the cache about prompts, in every process. Needs a cache.
+
+        A process whose cache cannot be read ends the run in all processes, which would wait for it
+        otherwise.
+
+        Args:
+            tokens: the tokens of one or more prompts: arrays by name with one row per prompt.
+            find: a function of a prompt's key, such as `self.cache.read`.
+
+        Returns:
+            The result of `find` for each prompt, in this process.
+
+        Raises:
+            InputError: a file of a text encoder is missing or cannot be read, in any process.
+            PermissionError: `find` raised it in this process.
+            RunError: `find` failed in another process, or one does not answer for 30 minutes.
+        """
+        found: list[T] = []
+        hosts.run_on_every(lambda: found.extend(map(find, self._keys(tokens))))
+        return found
 
     def _keys(self, tokens: Tokens) -> list[str]:
         """Returns the keys under which the cache stores the encodings of prompts.

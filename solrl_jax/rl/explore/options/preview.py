@@ -213,10 +213,12 @@ def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
         infinite if `target` is not finite.
 
     Raises:
-        numpy.linalg.LinAlgError: If a term is not finite.
+        numpy.linalg.LinAlgError: If a term or the target is not finite.
     """
     terms = [term.astype(np.float64).reshape(-1) for term in terms]
     gram = np.array([[a @ b for b in terms] for a in terms])
     correlations = [term @ target.reshape(-1) for term in terms]
     weights = np.linalg.pinv(gram, rcond=1e-12, hermitian=True) @ correlations
+    if not np.isfinite(weights).all():
+        raise np.linalg.LinAlgError("the latents to approximate are not finite")
     return np.array([*weights.round(DIGITS), 0.0], np.float32)
