@@ -444,7 +444,8 @@ def speed_up(pairs: Sequence[tuple[Course, Course]], part: float) -> Estimate:
         gain = other_reward[-1] - other_reward[0]
         if not gain > 0:  # also if a reward is NaN
             return float("nan")
-        level = other_reward[0] + part * gain
+        # The minimum, because rounding could put the whole gain above the last reward.
+        level = min(other_reward[0] + part * gain, other_reward[-1])
         first_cost = cost_to_reach(cost, reward, level)
         if first_cost == 0:
             return float("inf")

@@ -176,6 +176,13 @@ def test_an_arm_that_starts_there_is_infinitely_faster(tmp_path):
     assert study["compared"][0]["speed_up"]["100"][0] == math.inf
 
 
+def test_rounding_does_not_put_the_whole_gain_out_of_reach(tmp_path):
+    rewards = [[0.1748428347610503, 0.3, 0.4945397334512545]] * 2
+    assert rewards[0][0] + (rewards[0][2] - rewards[0][0]) > rewards[0][2]
+    *_, study, _ = small_study(tmp_path, rewards={"plain": rewards, "sol": rewards})
+    assert study["compared"][0]["speed_up"]["100"][0] == pytest.approx(PLAIN / SOL)
+
+
 def test_progress_ends_where_the_other_ends_not_at_its_peak(tmp_path):
     """plain: 0.5, 0.8, 0.7 is at 0.7 after 4/3 iterations; sol: 0.5, 0.65, 0.8 after 8/3."""
     *_, study, _ = small_study(tmp_path, rewards=REWARDS | {"plain": [[0.5, 0.8, 0.7]] * 2})
