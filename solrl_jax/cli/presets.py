@@ -16,7 +16,7 @@ from solrl_jax.config.serialization import to_tree
 from solrl_jax.config.validation import section_names
 from solrl_jax.data.prompts import draw_prompts
 from solrl_jax.errors import InputError
-from solrl_jax.rl.experiment import load_prompt_sets
+from solrl_jax.rl.experiment import fit_prompt_counts, load_prompt_sets
 
 
 @click.command("presets")
@@ -135,9 +135,12 @@ def describe_prompts(config: Config) -> dict[str, Any]:
 
     Raises:
         InputError: If a prompt set cannot be read.
+        ConfigError: If no number of prompts up to that of the training set makes the configuration
+            valid.
     """
     train, test = load_prompt_sets(config)
-    first = draw_prompts(train, config.seed, 0, min(config.train.num_prompts, len(train)))
+    config, _ = fit_prompt_counts(config, len(train), len(test))
+    first = draw_prompts(train, config.seed, 0, config.train.num_prompts)
     return {
         "files": dataclasses.asdict(config.prompts),
         "train": len(train),
