@@ -407,8 +407,9 @@ def generate(
             the run's evaluation or the model's default. A missing number of frames has the same
             source. A size must not contradict `latents`.
         latents: The initial noise, float32 [N, C, h, w] with one entry per prompt, or [N, C, t, h,
-            w] for video models, as for the pipelines of diffusers (but not packed for FLUX.1). All
-            values must be finite. The seed then has no effect. None: drawn from the seed.
+            w] for video models, as for the pipelines of diffusers (those of FLUX and Qwen-Image
+            take it packed). All values must be finite. The seed then has no effect. None: drawn
+            from the seed.
         lora: A LoRA to apply to a model: a .safetensors file of diffusers, kohya, ai-toolkit or
             ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.
         precision: The number format in which linear layers compute in all steps: "bf16", "fp32",

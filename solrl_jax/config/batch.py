@@ -22,7 +22,8 @@ def samples_per_device(config: Config, groups: int) -> int:
 def effective_batch(config: Config, groups: int) -> dict[str, int]:
     """Computes how the update of one iteration is divided up.
 
-    The loss of an iteration is a sum of terms, one per kept sample and trained sigma (noise level).
+    The loss of an iteration has one term per kept sample and trained sigma (noise level); each
+    optimizer step takes the mean of its terms.
 
     Args:
         config: The configuration of the run.

@@ -76,9 +76,9 @@ def describe_error(
             dotted name. None: `unknown_key_message`.
 
     Returns:
-        The message in one line, in which the value is cut to 80 characters; it is shown even if it
-        holds a secret. None if the error is that a nonempty value is too short: pydantic counts
-        only its valid items, and the others have errors of their own.
+        The message in one line. The value in it is cut to 80 characters, and URLs in it lose what
+        seems to be a secret (`brief_repr`). None if the error is that a nonempty value is too
+        short: pydantic counts only its valid items, and the others have errors of their own.
     """
     kind = error["type"]
     value = error["input"]

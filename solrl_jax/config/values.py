@@ -28,9 +28,9 @@ class ConfigError(ValueError):
     """The error for a configuration that cannot be used.
 
     The message is one line. For each invalid field it gives the name, the value and the accepted
-    values, with "; " between fields. The value is left out if it is a URL that is refused because
-    it seems to contain a secret (`contains_secret`). If several rules between the fields of a
-    section are broken, the message reports only the first.
+    values, with "; " between fields. URLs in the value lose what seems to be a secret
+    (`brief_repr`). If several rules between the fields of a section are broken, the message reports
+    only the first.
     """
 
     @classmethod
@@ -39,7 +39,7 @@ class ConfigError(ValueError):
 
         Args:
             field: The dotted name of the field, e.g. "rollout.kept".
-            value: The value that was given. The message shows it, so it must not hold a secret.
+            value: The value that was given. The message shows it, without secrets in URLs.
             accepted: What is accepted, as a phrase, e.g. "must be at least 2".
         """
         return cls(f"{field}={brief_repr(value)}: {accepted}")

@@ -185,7 +185,7 @@ class Generation:
             3], with values in [0, 1]: one per prompt, in the order of the prompts.
         latents: The initial noise of each image, float32 [N, C, h, w] with the channels first, or
             of each clip, [N, C, t, h, w]: the argument `latents` of `api.generate` and of the
-            pipelines of diffusers. (That of FLUX.1 takes it packed by
+            pipelines of diffusers. (Those of FLUX and Qwen-Image take it packed, for example by
             `FluxPipeline._pack_latents`.)
         num_steps: The number of solver steps.
         precision: The number format and how the device computes it, as a phrase for people, e.g.

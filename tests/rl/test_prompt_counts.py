@@ -2,6 +2,7 @@
 
 import pytest
 
+from solrl_jax.cli.presets import describe_prompts
 from solrl_jax.config.presets import preset_names, resolve
 from solrl_jax.config.values import ConfigError
 from solrl_jax.data.prompts import load_prompts
@@ -38,6 +39,14 @@ def test_the_terms_still_divide_among_the_optimizer_steps():
                          f"{fitted.train.num_prompts}")  # fmt: skip
     with pytest.raises(ConfigError, match="steps_per_iteration=144: must divide"):
         fit_prompt_counts(config, 1, 26)
+
+
+def test_the_prompts_that_presets_show_are_those_that_a_run_draws(tmp_path):
+    (tmp_path / "five.txt").write_text("".join(f"circle {i}\n" for i in range(5)))
+    changes = (f"prompts.train={tmp_path}/five.txt", "optimizer.steps_per_iteration=144")
+    config = resolve("tiny", changes)
+    fitted, _ = fit_prompt_counts(config, 5, 26)
+    assert len(describe_prompts(config)["first"]) == fitted.train.num_prompts < 5
 
 
 def test_every_released_preset_has_its_prompts():

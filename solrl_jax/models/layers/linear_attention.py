@@ -60,9 +60,9 @@ class AttentionProjections(nnx.Module):
         Returns:
             A list [queries [b, n, inner], keys [b, l, inner], values [b, l, inner]] of lazy
             activations. The matmuls, and the norms if there are any, are computed now. Biases, and
-            the scales of quantized matmuls, are left to the layer that reads the result, except
-            before a norm. inner is the number of features of all heads together, which lie side by
-            side.
+            the scales of matmuls in FP8 and NVFP4, are left to the layer that reads the result,
+            except before a norm. inner is the number of features of all heads together, which lie
+            side by side.
         """
         q = self.to_q.lazy(x)
         k = self.to_k.lazy(source)

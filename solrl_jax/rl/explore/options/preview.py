@@ -71,8 +71,7 @@ class Preview(ExplorationOption):
             the full schedule itself.
 
         Raises:
-            numpy.linalg.LinAlgError: If the base predicts values that are not finite, with the
-                exception that `fitted_table` describes.
+            numpy.linalg.LinAlgError: If the base predicts values that are not finite.
             InputError, OSError, RunError: If the prompts of the calibration cannot be encoded.
         """
         full = calibration.schedule
@@ -151,9 +150,8 @@ def fitted_table(
 
     Raises:
         KeyError: If a fitted step ends at a sigma that is not in `full`.
-        numpy.linalg.LinAlgError: If latents or predictions that a fitted step combines are not
-            finite. If only the final latents of the full schedule are not, nothing is raised, and
-            the coefficients of the last step are NaN or infinite.
+        numpy.linalg.LinAlgError: If latents or predictions that a fitted step combines or is fitted
+            to are not finite.
     """
     x = noise
     history = (np.zeros_like(noise),) * 3  # the last three data predictions, the newest first
@@ -209,8 +207,7 @@ def _fit(terms: Sequence[Latents], target: Latents) -> Float[np.ndarray, " 5"]:
 
     Returns:
         The weights of the four terms, rounded to six decimals, and 0 for the noise. If the best
-        weights are not unique, those of smallest norm; terms that are zero get weight 0. NaN or
-        infinite if `target` is not finite.
+        weights are not unique, those of smallest norm; terms that are zero get weight 0.
 
     Raises:
         numpy.linalg.LinAlgError: If a term or the target is not finite.
