@@ -736,7 +736,7 @@ class Prompts(Section):
 
     A set is one of these: a text file with one prompt per line; a .json, .jsonl, .ndjson,
     .jsonlines, .csv, .tsv or .parquet file; "embedded:NAME" for a set of this package; or
-    "hub:OWNER/DATASET[:SPLIT][:COLUMN]" for a data set on the Hugging Face Hub, by default with the
+    `hub:OWNER/DATASET[:SPLIT][:COLUMN]` for a data set on the Hugging Face Hub, by default with the
     split "train" or, without it, the only one. "FILE:COLUMN" names the column of the prompts in a
     file. By default it is the first of "prompt", "Prompt", "Prompts", "caption" and "text" that the
     file has. A repeated prompt counts once. Relative paths start at the working directory.
