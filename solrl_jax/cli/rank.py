@@ -200,5 +200,9 @@ def _is_rank_result(path: RunPath) -> bool:
     """
     with contextlib.suppress(OSError, ValueError, TypeError):
         rows = parse_json(read_bytes(path))
-        return isinstance(rows, list) and bool(rows) and all("per_prompt" in row for row in rows)
+        return (
+            isinstance(rows, list)
+            and bool(rows)
+            and all(isinstance(row, dict) and "per_prompt" in row for row in rows)
+        )
     return False

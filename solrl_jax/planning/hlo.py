@@ -249,8 +249,8 @@ def _instructions(lines: list[str]) -> list[Instruction]:
     """Parses the lines of one computation into instructions.
 
     Args:
-        lines: The text of each instruction, which begins with its name and "=", in the order in
-            which they run.
+        lines: The text of each instruction as XLA prints it, in the order in which they run: with
+            its indentation, and "%" before names, e.g. "  ROOT %a.1 = f32[2]{0} add(%x, %y)".
 
     Returns:
         One instruction per line, in the same order. Their `operands` are earlier `Instruction`s of

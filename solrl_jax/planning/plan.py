@@ -457,12 +457,14 @@ def totals(planner: Planner, phases: list[dict[str, Any]]) -> dict[str, Any]:
 
     Args:
         planner: The planner, for the numbers of batches and steps.
-        phases: The phases of the iteration in order: dicts with "name", "seconds" and "programs".
-            If "evaluate" is among them, its seconds must be 0.
+        phases: The phases of the iteration in order: dicts with "name", "seconds" and, for
+            "regenerate", "programs", a list whose first dict has the seconds of a batch under
+            "roofline" and "seconds". If "evaluate" is among them, its seconds must be 0.
 
     Returns:
         A dict of "seconds" (of the iteration) and "rollout" (of its phases "sync", "explore" and
-        "regenerate"). If the run regenerates, also "naive_scaling": a dict of both for that method.
+        "regenerate"). If the run regenerates, also "naive_scaling": a dict of both for that method,
+        whose rollout is its sampling alone, and whose score phase has only the explored batches.
     """
     seconds = {phase["name"]: phase["seconds"] for phase in phases}
     rollout = sum(seconds.get(name, 0.0) for name in ROLLOUT)

@@ -58,7 +58,8 @@ def lazy_matmul(x: LazyActivation, w: Weight) -> LazyActivation:
     """Computes `x @ w` for a lazy activation.
 
     Args:
-        x: The lazy activation [b, s, n_in], of a floating-point dtype.
+        x: The lazy activation [b, s, n_in], of a floating-point dtype; for a leaf in FP8, in BF16
+            or float32, because unscaled sums could exceed the range of float16.
         w: A single matrix [n_in, n_out]: an array, or a leaf of the parameter tree. A leaf in FP8,
             INT8 or NVFP4 reads only codes and scales of `x`. For all other weights (also a
             `Corrected` leaf, a low-rank branch beside a matrix in such a format), `x` is written to

@@ -278,8 +278,9 @@ class HostScoring:
     """Scores a series of images with the rewards outside JAX, while the caller generates more.
 
     `add` passes images on in order, one chunk at a time, and `finish`, called once after the last
-    image, returns all scores. The constructor gets the prompts of all images of the series. Each
-    reward scores every image.
+    image, returns all scores. The constructor gets the prompts of all images of the series, and
+    optionally the ranges of images that are compared with each other. Each reward scores every
+    image.
 
     Use `open_scoring` to create one. If the caller raises, it drops the running calls and ends the
     worker processes.

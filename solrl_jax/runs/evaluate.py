@@ -518,7 +518,8 @@ def _generate_grid(
         seeds: The seeds of the m images of each prompt, uint32 [p, m, 2].
 
     Returns:
-        The grid, with one row of m images per prompt.
+        The grid, with one row of m images per prompt. It keeps no scores, but whether each image is
+        accepted, if there is a score ".../strict" (`ImageGrid.accepted`).
 
     Raises:
         InputError: If the prompts cannot be encoded, or the code of a reward inside JAX fails.

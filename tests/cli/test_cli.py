@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from PIL import Image
 
-from solrl_jax.cli import main
+from solrl_jax.cli import main, rank
 from solrl_jax.config.presets import released_models
 from solrl_jax.errors import RunError
 from solrl_jax.models.backbone import load_backbone
@@ -735,6 +735,15 @@ def test_a_lora_or_an_output_that_cannot_be_is_one_line_and_nothing_is_written(
         p: p.stat().st_mtime_ns for p in [*exported.parent.rglob("*"), *trained[0].rglob("*")]
     } == before
     assert {p.name for p in tmp_path.rglob("*")} <= {"empty", "config.yaml", "out"}
+
+
+@pytest.mark.parametrize(
+    ("text", "result"),
+    [('[{"per_prompt": []}]', True), ('["per_prompt"]', False), ("[]", False), ("{", False)],
+)
+def test_only_a_result_of_rank_is_replaced_without_asking(text, result, tmp_path):
+    (tmp_path / "rank.json").write_text(text)
+    assert rank._is_rank_result(tmp_path / "rank.json") is result
 
 
 def test_presets_shows_the_prompt_sets_of_one(call, tmp_path):

@@ -176,8 +176,9 @@ def _attend(
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h]; kv divides n, and is n under sequence parallelism.
         v: values, [b, s, kv, h].
-        mask: which keys queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], or int
-            [b], the number of leading valid keys; None: all keys.
+        mask: which keys queries attend to: a Boolean matrix that broadcasts to [b, n, t, s] (under
+            sequence parallelism [b or 1, 1, 1, s], equal for all heads and queries), or int [b],
+            the number of leading valid keys of each sample; None: all keys.
         scale: factor of the logits.
         bias: added to the logits, broadcasts to [b, n, t, s]; None: no bias.
         gradient: whether a gradient may be taken. If so, operands are passed to cuDNN in the form
@@ -214,7 +215,9 @@ def _run_kernel(
         q: queries, [b, t, n, h].
         k: keys, [b, s, kv, h].
         v: values, [b, s, kv, h].
-        mask: which keys queries attend to, as for `_attend`.
+        mask: which keys queries attend to: a Boolean matrix that broadcasts to [b, n, t, s], True
+            for the keys to attend to; int [b], the number of leading valid keys of each sample; or
+            None, all keys.
         scale: factor of the logits.
         bias: added to the logits, broadcasts to [b, n, t, s]; None: no bias.
         row_values: one number per sample, of any value, if a gradient may be taken; else None.
@@ -410,7 +413,7 @@ def _attend_to_all(
     masks: tuple[Array, ...] = ()
     if mask is not None:
         # without the axes of heads and queries, so that a mask is not taken for an array of heads
-        masks = (mask if mask.ndim == 1 else mask[:, 0, 0],)
+        masks = (mask if mask.ndim == 1 else mask.squeeze((1, 2)),)
 
     def kernel(q: Array, k: Array, v: Array, *masks: Array) -> Array:
         mask = masks[0] if masks else None
