@@ -53,7 +53,7 @@ from solrl_jax.rl.explore.sync import Quantizer, sync_policy
 from solrl_jax.rl.generate import SeedBatch, generate, prepare
 from solrl_jax.rl.sampler import Sampler, Segment
 from solrl_jax.rl.trainable.lora_files import import_lora
-from solrl_jax.rl.trainable.trainable import Trainable, attach
+from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage.hub import CARRIED
 from solrl_jax.storage.readers import parse_json, read_text
@@ -295,10 +295,8 @@ def generate_images(
     if config:
         adapters, _ = load_ema(run_path(model), config, backbone, checkpoint)
         scale = config.lora.alpha / config.lora.rank
-    if form.quantize is None:
-        policy = attach(backbone.transformer, adapters, scale)
-    else:
-        policy = sync_policy(backbone, adapters, scale, quantized, Quantizer(form.quantize))
+    quantizer = None if form.quantize is None else Quantizer(form.quantize)
+    policy = sync_policy(backbone, adapters, scale, quantized, quantizer)
 
     batch_size = min(request.batch_size, math.ceil(len(prompts) / backbone.mesh.size))
     sampler = Sampler("generate", (Segment(policy, schedule),), backbone.decoder, shape, batch_size)

@@ -138,8 +138,7 @@ class Component:
                 within a tensor; or tensors are missing, unexpected, stored twice, or of another
                 shape or dtype than the network takes. The message lists all such tensors.
         """
-        table, stored = self.locate(self.source, self.state)
-        return load_tensors(table, stored, dtype, place)
+        return load_tensors(*self.locate(self.source, self.state), dtype, place)
 
     def abstract_params(self, dtype: DTypeLike, place: Placement | None = None) -> Params:
         """Describes what `load` would return, without reading a file.

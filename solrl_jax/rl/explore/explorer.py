@@ -199,8 +199,6 @@ class Explorer:
         """
         backbone = self.calibration.backbone
         quantizer = self.quantizer(precision)
-        if quantizer is None:
-            return attach(backbone.transformer, adapters, self.scale)
         return sync_policy(backbone, adapters, self.scale, self.quantized, quantizer)
 
     def sampler(

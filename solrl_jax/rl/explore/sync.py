@@ -64,7 +64,8 @@ def quantize_policy(
             ignored.
         scale: The factor of the product of LoRA factors, alpha / rank; static.
         paths: The paths of the linear layers to quantize, as a tuple; static.
-        quantizer: The function that quantizes each weight, and its extra arrays by path.
+        quantizer: The function that quantizes each weight, and its extra arrays by path. None:
+            nothing is merged or quantized, and `paths` is not read.
 
     Returns:
         The quantized leaves by path, one for each of `paths`.
@@ -91,9 +92,9 @@ def sync_policy(
     adapters: Trainable,
     scale: float,
     paths: Sequence[str],
-    quantizer: Quantizer,
+    quantizer: Quantizer | None,
 ) -> Params:
-    """Returns the parameters of a policy with some linear layers merged and quantized.
+    """Returns the parameters of a policy, with some linear layers merged and quantized.
 
     Every process of a run must call it.
 
@@ -113,8 +114,10 @@ def sync_policy(
     Raises:
         KeyError: If the base has no parameter of a path in `paths` or `adapters`.
     """
-    with jax.set_mesh(backbone.mesh):
-        codes = quantize_policy(
-            backbone.mesh, backbone.transformer, adapters, scale, tuple(paths), quantizer
-        )
+    codes = None
+    if quantizer is not None:
+        with jax.set_mesh(backbone.mesh):
+            codes = quantize_policy(
+                backbone.mesh, backbone.transformer, adapters, scale, tuple(paths), quantizer
+            )
     return attach(backbone.transformer, adapters, scale, codes)
