@@ -92,6 +92,7 @@ test-targets-tpu: .venv-plan-tpu/installed
 .venv/bin/python:
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "Python 3.11 to 3.13 is needed, this is " + sys.version'
 	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip  # that of Python 3.11 takes twice as long for all that follows
 
 # PyTorch is an oracle of the tests, never of the product: the demo and the site do without it
 .venv/installed: pyproject.toml | .venv/bin/python

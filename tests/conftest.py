@@ -34,8 +34,15 @@ from jaxtyping import install_import_hook
 
 import tests.checker  # noqa: F401 - the import hook finds it by name
 
-# Shapes and dtypes of annotated functions are checked, in the tests only.
-install_import_hook("solrl_jax", "tests.checker.check")
+# Shapes and dtypes of annotated functions are checked, in the tests only. Modules without such
+# annotations are left alone, because a check takes longer than most of their functions.
+PACKAGE = Path(__file__).parents[1] / "solrl_jax"
+ANNOTATED = [
+    ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    for file in PACKAGE.rglob("*.py")
+    if "from jaxtyping import" in file.read_text()
+]
+install_import_hook(ANNOTATED, "tests.checker.check")
 
 
 def pytest_collection_finish():

@@ -158,6 +158,7 @@ def test_eval_compares_with_a_base_whose_lora_layers_are_not_those_of_tiny(call,
     assert evaluated == [{}, {}]
 
 
+@pytest.mark.slow
 def test_eval_compares_a_lora_with_the_base_that_is_named(exported, call, monkeypatch):
     evaluated = []
 

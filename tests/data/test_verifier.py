@@ -182,6 +182,7 @@ def test_unrelated_and_empty_images_score_low():
     assert verifier.verify(np.zeros_like(images), targets).score.max() < 0.3
 
 
+@pytest.mark.slow
 def test_scores_rank_images_without_ties():
     _, prompts, images = rendered()
     first = jax.tree.map(lambda x: jnp.repeat(x[:1], FEW, 0), verifier.parse_targets(prompts))

@@ -16,6 +16,7 @@ import yaml
 
 from tests.docs.pages import DOCS, ROOT
 
+pytestmark = pytest.mark.slow
 zensical = pytest.importorskip("zensical", reason="pip install solrl_jax[docs]")
 LOADED = {
     ("script", "src"),

@@ -162,8 +162,16 @@ def test_of_clips_of_which_the_first_frame_is_scored_no_other_is_decoded(folder)
     [
         (("reward.frames=1", "reward.weights={redness: 1}"), True),
         (("reward.frames=2", "reward.weights={redness: 1}"), False),
-        (("reward.frames=1", "reward.weights={redness: 1, spread: 0}"), False),
-        (("reward.frames=1", f"reward.weights={{redness: 1, '{MOTION}': 1}}"), False),
+        pytest.param(
+            ("reward.frames=1", "reward.weights={redness: 1, spread: 0}"),
+            False,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("reward.frames=1", f"reward.weights={{redness: 1, '{MOTION}': 1}}"),
+            False,
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_reward_says_whether_the_first_frame_is_all_that_it_reads(folder, settings, first):

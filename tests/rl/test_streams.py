@@ -74,6 +74,7 @@ def test_an_evaluation_and_its_picture_draw_from_their_own_seed_and_stream(toy, 
     np.testing.assert_array_equal(drawn[-1], drawn[0])
 
 
+@pytest.mark.slow
 def test_a_ranking_draws_from_its_own_stream(toy, drawn):
     settings = [ExplorationSetting("nvfp4", 2), ExplorationSetting("nvfp4", 3)]
     rank.explore_and_regenerate(toy, fresh_state(toy).ema, 2, settings, iterations.no_progress)

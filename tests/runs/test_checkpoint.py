@@ -380,6 +380,7 @@ def saver(root, last):
     )
 
 
+@pytest.mark.slow
 def test_kill_nine_while_saving(tmp_path):
     rng = random.Random(time.time_ns())
     processes = [
