@@ -40,7 +40,7 @@ PACKAGE = Path(__file__).parents[1] / "solrl_jax"
 ANNOTATED = [
     ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
     for file in PACKAGE.rglob("*.py")
-    if "from jaxtyping import" in file.read_text()
+    if re.search("from jaxtyping import|PerSample|Latents|Scores", file.read_text())
 ]
 install_import_hook(ANNOTATED, "tests.checker.check")
 

@@ -149,7 +149,9 @@ def _choose(parsed: Overrides, plugins: dict[str, str], part: str, name: str) ->
     elif (part == "reward" and _is_reward(name)) or (part == "objective" and is_plugin(name)):
         plugins[part] = name
     else:
-        parsed.problems.append(f"unknown {part} '{name}': {suggest(name, part_files(part))}")
+        parsed.problems.append(
+            f"unknown {part} {brief_repr(name)}: {suggest(name, part_files(part))}"
+        )
 
 
 def _is_reward(name: str) -> bool:

@@ -134,8 +134,9 @@ def unknown_key_message(key: str) -> str:
     """Returns the error message for a dotted key that is not a field, with a proposal.
 
     The proposal is the field of the same section with the most similar name, else a field of
-    another section with the same or a similar dotted name, else a list of the fields of the section
-    (of the top level, if there is no such section).
+    another section with the same name, else a list of the fields of the section. If there is no
+    such section, it is the field with the most similar dotted name, else a list of the fields and
+    sections at the top level.
 
     Args:
         key: The dotted key.
@@ -145,11 +146,14 @@ def unknown_key_message(key: str) -> str:
     # Only last parts are compared here, because the dotted names of a section all begin alike.
     if near := difflib.get_close_matches(name[:80], in_section, n=1):
         return f"unknown key '{key}': did you mean '{in_section[near[0]]}'?"
-    others = [f for f in field_names() if f not in {*in_section.values(), *section_names()}]
-    if namesakes := [f for f in others if f.rpartition(".")[2] == name]:
+    fields = [f for f in field_names() if f not in section_names()]
+    if namesakes := [f for f in fields if f.rpartition(".")[2] == name]:
         return f"unknown key '{key}': did you mean '{namesakes[0]}'?"
-    listed = in_section.values() or [f for f in field_names() if "." not in f]
-    return f"unknown key '{key}': {suggest(key, others, [*listed])}"
+    if section and in_section:
+        return f"unknown key '{key}': expected one of {', '.join(in_section.values())}"
+    return (
+        f"unknown key '{key}': {suggest(key, fields, [f for f in field_names() if '.' not in f])}"
+    )
 
 
 def suggest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:

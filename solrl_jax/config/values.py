@@ -55,8 +55,9 @@ def brief_repr(value: Any) -> str:
     Args:
         value: Any value.
     """
-    text = re.sub(r"://[^/@\s]*@", "://...@", repr(value))
-    parameter = rf"([?&;#][\w.-]*({SECRET_WORDS})[\w.-]*=)[^&;#\s'\"]+"
+    text = repr(value)[:2000]  # more would take long, and is cut below
+    text = re.sub(r"://[^/?#@\s]*@", "://...@", text)
+    parameter = rf"([?&;#](?:sig|[\w.-]*(?:{SECRET_WORDS})[\w.-]*)=)[^&;#\s'\"]+"
     text = re.sub(parameter, r"\1...", text, flags=re.IGNORECASE)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -374,7 +374,11 @@ def _usage(
             ').to("cuda")',
         ]
         if has_adapters:
-            load.append(f'pipeline.load_lora_weights("{name}", subfolder="transformer")')
+            load += [
+                "pipeline.load_lora_weights(",
+                f'    "{name}", subfolder="transformer", weight_name="{DIFFUSERS_FILE}"',
+                ")",
+            ]
     else:
         imports = "from diffusers import DiffusionPipeline"
         load = [

@@ -835,7 +835,7 @@ def test_presets_lists_them_all(call):
             ("eval", "embedded:tiny-sana", "embedded:tiny-flux", "--paired"),
             "embedded:tiny-flux: is a policy for embedded:tiny-flux, not for ",
         ),
-        (("eval", "embedded:tiny-sana", "~nobody/a", "--paired"), "no home directory of ~nobody"),
+        (("eval", "embedded:tiny-sana", "~nobody-at-all/a", "--paired"), "no home directory of"),
         (
             ("eval", "embedded:tiny-sana", "seed=1", "--paired"),
             "--paired: expected two runs or models, e.g. ",

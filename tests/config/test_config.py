@@ -72,12 +72,19 @@ BAD = [
         "mesh.sequence",
     ),
     ("rollout.foo=1", "unknown key 'rollout.foo': expected one of rollout.candidates, .*"),
+    ("rollout.explore.size=1", "unknown key 'rollout.explore.size': did you mean 'rollout.size'?"),
+    (
+        "rollout.explore.foo=1",
+        "unknown key 'rollout.explore.foo': expected one of rollout.explore.precision, .*",
+    ),
     ("optimizer.rank=1", "unknown key 'optimizer.rank': did you mean 'lora.rank'?"),
     ("rolout.kept=1", "unknown key 'rolout.kept': did you mean 'rollout.kept'?"),
     ("foo", "override 'foo': expected key=value, e.g. train.iterations=100"),
     ("seed=[1", "override 'seed=[1': not YAML (line 1: .*)"),
     ("preset=x", "preset='x': a preset is chosen by name, not by an override"),
     ("model=sanna", "unknown model 'sanna': did you mean 'sana'?"),
+    ("model=https://me:x@host", "unknown model 'https://...@host': expected one of .*"),
+    ('model="a\\nb"', "unknown model 'a\\nb': expected one of .*"),
     ("objective=flow_grp", "unknown objective 'flow_grp': did you mean 'flow_grpo'?"),
     ("version=1", "version=1: expected 3"),
     # types
@@ -98,6 +105,7 @@ BAD = [
     ),
     ("reward.weights=3", "reward.weights=3: expected a mapping"),
     ("reward.weights='https://me:x@host'", "reward.weights='https://...@host': expected a mapping"),
+    ("reward.weights='http://host?sig=x#b@c'", "reward.weights='http://host?sig=...#b@c': .*"),
     (
         "reward.weights='http://host?api-key=x&a=1'",
         "reward.weights='http://host?api-key=...&a=1': expected a mapping",

@@ -225,8 +225,10 @@ def test_the_example_of_a_whole_transformer_loads_its_adapters_too(adapters, run
     model_card.add_card(tmp_path, run, read_run(run), "me/policy", export, type(kind))
     card = (tmp_path / "README.md").read_text()
     assert 'AutoModel.from_pretrained(\n    "me/policy", subfolder="transformer"' in card
-    loads = 'pipeline.load_lora_weights("me/policy", subfolder="transformer")\n' in card
-    assert loads is adapters
+    # Without the name of the file, diffusers would put the folder before its path in the repository.
+    loads = f'load_lora_weights(\n    "me/policy", subfolder="transformer", weight_name="{LORA}"\n)'
+    assert (loads in card) is adapters
+    compile(card.split("```")[1].removeprefix("python"), "example", "exec")
 
 
 def test_the_example_of_a_model_of_clips_makes_a_clip():

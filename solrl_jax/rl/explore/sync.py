@@ -64,8 +64,7 @@ def quantize_policy(
             ignored.
         scale: The factor of the product of LoRA factors, alpha / rank; static.
         paths: The paths of the linear layers to quantize, as a tuple; static.
-        quantizer: The function that quantizes each weight, and its extra arrays by path. None:
-            nothing is merged or quantized, and `paths` is not read.
+        quantizer: The function that quantizes each weight, and its extra arrays by path.
 
     Returns:
         The quantized leaves by path, one for each of `paths`.
@@ -103,7 +102,8 @@ def sync_policy(
         adapters: The trainable parameters of the policy by path.
         scale: The factor of the product of LoRA factors, alpha / rank.
         paths: The paths of the kernels to quantize, such as `transformer_blocks/attn2/to_k/kernel`.
-        quantizer: The function that quantizes each weight, and its extra arrays by path.
+        quantizer: The function that quantizes each weight, and its extra arrays by path. None:
+            nothing is merged or quantized, and `paths` is not read.
 
     Returns:
         A tree of the structure of the base. At `paths` it has `Quantized` leaves; at other trained
