@@ -20,6 +20,7 @@ from solrl_jax.planning.targets import TARGETS
 RECORDS = Path(__file__).parents[1] / "assets" / "plan_records.json"
 # The override that is replaced by the proposed settings.
 MESH_AUTO = "mesh=auto"
+OTHER_KIND = 0.95  # of a device's memory may be planned for another kind of device
 
 
 class Record(NamedTuple):
@@ -135,7 +136,8 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
 
     It considers plans of the same model on the same platform (GPU or TPU; a CPU has none) for at
     least as many pixels, in all frames. A plan fits if two conditions hold. It needs no more memory
-    per device than the machine has. Its `mesh.fsdp` times its `mesh.tensor`, times `mesh.sequence`
+    per device than the machine has, or, if the plan is for another kind of device, 95 % of that.
+    Its `mesh.fsdp` times its `mesh.tensor`, times `mesh.sequence`
     of the configuration, divides the number of devices. If `mesh.tensor` or `mesh.sequence` of the
     configuration is above 1, both are kept, so a plan also needs the same `mesh.tensor`.
 
@@ -179,7 +181,7 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
     fitting = [
         record
         for record in same_model
-        if record.peak <= machine.memory
+        if record.peak <= _memory_for(record, machine)
         and machine.devices % (record.shards * config.mesh.sequence) == 0
         and (_devices_per_sample(config) == 1 or record.tensor == config.mesh.tensor)
     ]
@@ -208,6 +210,20 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
         f"{where}"
     )
     return Proposal(settings, best, reason)
+
+
+def _memory_for(record: Record, machine: Machine) -> float:
+    """Returns the bytes that the peak of an earlier plan may have on a device of a machine.
+
+    That is the memory of the device, less a margin for a plan of another kind of device, because
+    the compiler may allocate more where it compiles for this kind.
+
+    Args:
+        record: The earlier plan.
+        machine: The devices that settings are proposed for.
+    """
+    is_same_kind = TARGETS[record.device].kind == machine.kind
+    return machine.memory * (1.0 if is_same_kind else OTHER_KIND)
 
 
 def _devices_per_sample(config: Config) -> int:

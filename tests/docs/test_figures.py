@@ -300,6 +300,7 @@ def test_what_the_compilers_say():
         "FLUX.2-klein 9B": "flux2-klein-9b",
         "SANA 0.6B at 512 px": "sana-600m",
         "SANA 0.6B at 512 px on 8 devices": "sana-600m",
+        "SANA 1.6B on 8 devices": "sana",
         "SANA-1.5 1.6B": "sana-1.5-1.6b",
         "SANA-1.5 1.6B on 8 devices": "sana-1.5-1.6b",
         "SANA-1.5 4.8B": "sana-1.5-4.8b",

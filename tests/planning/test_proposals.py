@@ -56,6 +56,15 @@ def test_a_plan_for_the_same_kind_of_device_is_preferred():
         assert chosen.record.device == device
 
 
+def test_a_plan_for_another_kind_of_device_needs_a_margin():
+    kinds = {"tpu-v5e": "TPU v5 lite", "tpu-v6e": "TPU v6 lite"}
+    for device, kind in kinds.items():
+        chosen, settings = proposed("sana_sol_rl_pickscore", 8, 14.72, "tpu", kind)
+        assert chosen.record.device == device
+        assert chosen.record.peak < 14.72 * GB
+        assert ("mesh.fsdp=8" in settings) is (device == "tpu-v5e")
+
+
 def test_where_no_plan_fits_the_guess_says_so():
     chosen, settings = proposed("sana_sol_rl_pickscore", 2, 20)
     assert chosen.record is None
