@@ -10,6 +10,9 @@ from collections.abc import Iterable
 import numpy as np
 import pytest
 
+from solrl_jax.config.presets import resolve
+from solrl_jax.study.compare import Course, compare
+from solrl_jax.study.cost import prices_of
 from tests.docs.pages import DOCS, PAGES, ROOT
 
 README = ROOT / "README.md"
@@ -778,7 +781,12 @@ def test_which_changes_pay_at_equal_cost():
     page = DOCS / "study.md"
     pairs = {
         prices: {(pair["arm"], pair["against"]): pair for pair in study[key]}
-        for prices, key in (("flux1", "compared"), ("sana", "compared at sana-b200"))
+        for prices, key in (
+            ("flux1", "compared"),
+            ("sana", "compared at sana-b200"),
+            ("flux1 on v5e", "compared at flux1-tpu-v5e"),
+            ("sana on v5e", "compared at sana-tpu-v5e"),
+        )
     }
     table = rows(page, "arm | setting | iterations")
     assert {name.strip("`") for name, *_ in table} == study["arms"].keys()
@@ -816,6 +824,31 @@ def test_which_changes_pay_at_equal_cost():
         f"ends {gains.mean():+.3f} ± {error:.3f} above `kept8`",
     ):
         assert phrase in text, phrase
+
+
+@pytest.mark.parametrize("model", ["flux1", "sana"])
+def test_the_frontier_at_the_prices_of_a_tpu(model):
+    """The recorded runs, priced by the plans as if they had explored in INT8."""
+    study = record("study-frontier")
+    prices = prices_of(record("plans")["plans"][f"{model}-tpu-v5e"])
+    courses: dict[str, list[Course]] = {}
+    for name, run in study["runs"].items():
+        arm, seed = name.rsplit("-", 1)
+        config = resolve("tiny", study["plan"]["arms"][arm])
+        explores = config.family == "sol_rl"
+        seconds = prices.iteration_seconds(
+            config, "int8" if explores else "bf16", config.rollout.explore.num_steps
+        )
+        iterations = np.array(run["iterations"])
+        scores = {"reward": np.array(run["reward"])}
+        course = Course(int(seed), iterations, seconds * iterations, scores, 0, {})
+        courses.setdefault(arm, []).append(course)
+    recorded = study[f"compared at {model}-tpu-v5e"]
+    _, pairs = compare(courses, [(pair["arm"], pair["against"]) for pair in recorded])
+    for pair, expected in zip(pairs, recorded, strict=True):
+        assert pair["cost_share"] == pytest.approx(expected["cost_share"], rel=1e-5)
+        gains = (pair["at_equal_cost"]["reward"], expected["at_equal_cost"]["reward"])
+        np.testing.assert_allclose(*gains, atol=1e-5)
 
 
 def test_a_proxy_reward():
