@@ -12,10 +12,11 @@ import pytest
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.study.compare import Course, compare
-from solrl_jax.study.cost import prices_of
+from solrl_jax.study.cost import Prices, find_prices, prices_of
 from tests.docs.pages import DOCS, PAGES, ROOT
 
 README = ROOT / "README.md"
+TPU_PRICES = ("flux1-tpu-v5e", "sana-tpu-v5e")
 
 
 def record(name: str) -> dict:
@@ -826,29 +827,108 @@ def test_which_changes_pay_at_equal_cost():
         assert phrase in text, phrase
 
 
-@pytest.mark.parametrize("model", ["flux1", "sana"])
-def test_the_frontier_at_the_prices_of_a_tpu(model):
-    """The recorded runs, priced by the plans as if they had explored in INT8."""
-    study = record("study-frontier")
-    prices = prices_of(record("plans")["plans"][f"{model}-tpu-v5e"])
+def repriced(study: dict, prices: Prices, precision: str, pairs: list[dict]) -> list[dict]:
+    """Compares the recorded runs of a study at other prices, as if the exploring arms had explored
+    in the format `precision`.
+    """
     courses: dict[str, list[Course]] = {}
     for name, run in study["runs"].items():
         arm, seed = name.rsplit("-", 1)
         config = resolve("tiny", study["plan"]["arms"][arm])
         explores = config.family == "sol_rl"
         seconds = prices.iteration_seconds(
-            config, "int8" if explores else "bf16", config.rollout.explore.num_steps
+            config, precision if explores else "bf16", config.rollout.explore.num_steps
         )
         iterations = np.array(run["iterations"])
         scores = {"reward": np.array(run["reward"])}
         course = Course(int(seed), iterations, seconds * iterations, scores, 0, {})
         courses.setdefault(arm, []).append(course)
-    recorded = study[f"compared at {model}-tpu-v5e"]
-    _, pairs = compare(courses, [(pair["arm"], pair["against"]) for pair in recorded])
+    return compare(courses, [(pair["arm"], pair["against"]) for pair in pairs])[1]
+
+
+@pytest.mark.parametrize("name", ["study-frontier", "study-frontier-sd3"])
+@pytest.mark.parametrize("key", ["sana-b200", "flux1-tpu-v5e", "sana-tpu-v5e"])
+def test_the_frontier_at_other_prices(name, key):
+    study = record(name)
+    recorded = study[f"compared at {key}"]
+    if key.endswith("b200"):
+        pairs = repriced(study, find_prices(key), "nvfp4", recorded)
+    else:
+        prices = prices_of(record("plans")["plans"][key])
+        pairs = repriced(study, prices, "int8", recorded)
     for pair, expected in zip(pairs, recorded, strict=True):
         assert pair["cost_share"] == pytest.approx(expected["cost_share"], rel=1e-5)
         gains = (pair["at_equal_cost"]["reward"], expected["at_equal_cost"]["reward"])
         np.testing.assert_allclose(*gains, atol=1e-5)
+
+
+def test_exploration_pays_on_tiny_sd3():
+    study = record("study-frontier-sd3")
+    page = DOCS / "study.md"
+    table = rows(page, "arm, on `tiny-sd3`")
+    keys = ("compared", *(f"compared at {p}" for p in ("sana-b200", *TPU_PRICES)))
+    assert {name.strip("`") for name, *_ in table} == study["arms"].keys()
+    for name, _, *cells in table:
+        arm = study["arms"][name.strip("`")]
+        scores = [number for key in ("reward", "shapes/strict") for number in arm["scores"][key]]
+        gains = [
+            number
+            for key in keys
+            for pair in study[key]
+            if (pair["arm"], pair["against"]) == (name.strip("`"), "diffusionnft")
+            for number in pair["at_equal_cost"]["reward"]
+        ]
+        printed = [number for cell in cells for number in signed(cell)]
+        check(printed, [arm["iterations"], arm["cost"], *scores, *gains], name)
+
+    def gain(key: str, arm: str, against: str = "diffusionnft") -> tuple[float, float]:
+        (pair,) = (p for p in study[key] if (p["arm"], p["against"]) == (arm, against))
+        mean, error = pair["at_equal_cost"]["reward"]
+        return mean, error
+
+    def errors(key: str, arm: str) -> str:
+        mean, error = gain(key, arm)
+        return f"{mean / error:.1f}"
+
+    prices = {name: find_prices(name) for name in ("flux1-b200", "sana-b200")}
+    explored, sana = (
+        96 * (6 * p.network["nvfp4"] + p.scored) / (24 * 10 * p.network["bf16"])
+        for p in prices.values()
+    )
+    slower = study["one seed with another learning rate"]
+    ranks = {
+        arm: study["arms"][arm]["fidelity"]["spearman"]["last"][0] for arm in ("sol_rl", "combined")
+    }
+    text = " ".join(page.read_text().split())
+    for phrase in (
+        "`sol_rl` is {:.3f} ± {:.3f} ahead".format(*gain("compared", "sol_rl")),
+        f"by {errors('compared', 'sol_rl')} standard errors, and `combined` "
+        "{:.3f} ± {:.3f}, by ".format(*gain("compared", "combined"))
+        + f"{errors('compared', 'combined')}. All four seeds of both arms gain.",
+        f"ahead by {errors('compared at flux1-tpu-v5e', 'combined')} standard errors, and `sol_rl` "
+        f"by {errors('compared at flux1-tpu-v5e', 'sol_rl')}, which may be chance",
+        f"costs {sana:.1f} times as much there (on a B200) as regenerating 24, and {explored:.2f} "
+        "times as much",
+        f"`sol_rl` ends at {slower['sol_rl']['reward'][-1]:.3f} and `diffusionnft` at "
+        f"{slower['diffusionnft']['reward'][-1]:.3f}",
+        "by {:+.3f} ± {:.3f} at equal cost".format(*gain("compared", "combined", "sol_rl")),
+        f"is {ranks['combined']:.2f} in the last quarter of the iterations, that of `sol_rl` "
+        f"{ranks['sol_rl']:.2f}",
+    ):
+        assert phrase in text, phrase
+    advice = " ".join((DOCS / "choose.md").read_text().split())
+    assert "it is {:.3f} ± {:.3f} of held-out".format(*gain("compared", "combined")) in advice
+    (pair,) = (
+        pair
+        for pair in record("study-frontier")["compared"]
+        if (pair["arm"], pair["against"]) == ("combined", "diffusionnft")
+    )
+    assert "({:+.3f} ± {:.3f})".format(*pair["at_equal_cost"]["reward"]) in advice
+    plain, *others = (
+        [study["runs"][f"{arm}-{seed}"]["reward"][-1] for seed in study["plan"]["seeds"]]
+        for arm in ("diffusionnft", "sol_rl", "combined")
+    )
+    assert all(np.greater(rewards, plain).all() for rewards in others)
 
 
 def test_a_proxy_reward():
