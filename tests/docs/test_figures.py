@@ -931,6 +931,10 @@ def test_exploration_pays_on_tiny_sd3():
         "`combined` gains {:+.3f} ± {:.3f} over".format(*gain(b200, "combined", "sol_rl")),
         f"is {ranks['combined']} in the last quarter of the iterations, that of `sol_rl` "
         f"{ranks['sol_rl']}",
+        "it is {:.3f} ± {:.3f} ahead".format(*gain(b200, "diffusionnft12")),
+        "`combined` is {:+.3f} ± {:.3f} against it".format(
+            *gain(b200, "combined", "diffusionnft12")
+        ),
         f"`sol_rl` ends at {ends['sol_rl'][0]} and `diffusionnft` at {ends['diffusionnft'][0]}. "
         f"With 2e-3, the same seed ends at {ends['sol_rl'][1]} and {ends['diffusionnft'][1]}",
     ):
