@@ -935,6 +935,9 @@ def test_exploration_pays_on_tiny_sd3():
         "`combined` is {:+.3f} ± {:.3f} against it".format(
             *gain(b200, "combined", "diffusionnft12")
         ),
+        "is {:+.3f} ± {:.3f} against `diffusionnft12`".format(
+            *gain(b200, "combined12", "diffusionnft12")
+        ),
         f"`sol_rl` ends at {ends['sol_rl'][0]} and `diffusionnft` at {ends['diffusionnft'][0]}. "
         f"With 2e-3, the same seed ends at {ends['sol_rl'][1]} and {ends['diffusionnft'][1]}",
     ):
