@@ -34,8 +34,9 @@ from jaxtyping import install_import_hook
 
 import tests.checker  # noqa: F401 - the import hook finds it by name
 
-# Shapes and dtypes of annotated functions are checked, in the tests only. Modules without such
-# annotations are left alone, because a check takes longer than most of their functions.
+# Shapes and dtypes of annotated functions are checked, in the tests only. Modules that name neither
+# jaxtyping nor the package's own types of arrays are left alone, because a check takes longer than
+# most of their functions.
 PACKAGE = Path(__file__).parents[1] / "solrl_jax"
 ANNOTATED = [
     ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)

@@ -151,9 +151,8 @@ def unknown_key_message(key: str) -> str:
         return f"unknown key '{key}': did you mean '{namesakes[0]}'?"
     if section and in_section:
         return f"unknown key '{key}': expected one of {', '.join(in_section.values())}"
-    return (
-        f"unknown key '{key}': {suggest(key, fields, [f for f in field_names() if '.' not in f])}"
-    )
+    at_top = [f for f in field_names() if "." not in f]
+    return f"unknown key '{key}': {suggest(key, fields, at_top)}"
 
 
 def suggest(name: str, accepted: Sequence[str], listed: Sequence[str] | None = None) -> str:

@@ -777,34 +777,40 @@ def test_the_gradient_of_the_reward_on_another_model():
         assert phrase in text, phrase
 
 
-def test_which_changes_pay_at_equal_cost():
-    study = record("study-frontier")
-    page = DOCS / "study.md"
-    pairs = {
-        prices: {(pair["arm"], pair["against"]): pair for pair in study[key]}
-        for prices, key in (
-            ("flux1", "compared"),
-            ("sana", "compared at sana-b200"),
-            ("flux1 on v5e", "compared at flux1-tpu-v5e"),
-            ("sana on v5e", "compared at sana-tpu-v5e"),
-        )
-    }
-    table = rows(page, "arm | setting | iterations")
+FRONTIER_PRICES = ("compared", *(f"compared at {p}" for p in ("sana-b200", *TPU_PRICES)))
+
+
+def equal_cost_gain(study: dict, key: str, arm: str, against: str) -> list[float]:
+    """Mean and standard error of an arm's reward minus another's at equal cost."""
+    (pair,) = (p for p in study[key] if (p["arm"], p["against"]) == (arm, against))
+    return pair["at_equal_cost"]["reward"]
+
+
+def check_frontier(page, heading: str, study: dict) -> None:
+    """Checks a table of a frontier: one row per arm, with its gains at each of the prices."""
+    table = rows(page, heading)
     assert {name.strip("`") for name, *_ in table} == study["arms"].keys()
-    for name, _, *cells in table:
-        arm = study["arms"][name.strip("`")]
+    for first, _, *cells in table:
+        name = first.strip("`")
+        arm = study["arms"][name]
         scores = [number for key in ("reward", "shapes/strict") for number in arm["scores"][key]]
         gains = [
             number
-            for by_arms in pairs.values()
-            if (pair := by_arms.get((name.strip("`"), "diffusionnft")))
-            for number in pair["at_equal_cost"]["reward"]
+            for key in FRONTIER_PRICES
+            if name != "diffusionnft"
+            for number in equal_cost_gain(study, key, name, "diffusionnft")
         ]
         printed = [number for cell in cells for number in signed(cell)]
         check(printed, [arm["iterations"], arm["cost"], *scores, *gains], name)
 
+
+def test_which_changes_pay_at_equal_cost():
+    study = record("study-frontier")
+    page = DOCS / "study.md"
+    check_frontier(page, "arm | setting | iterations", study)
+
     def against_sol_rl(name: str, key: str) -> str:
-        pair = pairs["flux1"][name, "sol_rl"]
+        (pair,) = (p for p in study["compared"] if (p["arm"], p["against"]) == (name, "sol_rl"))
         gains = pair["final"] if key == "final" else pair["at_equal_cost"]["reward"]
         return "{:+.3f} ± {:.3f}".format(*gains)
 
@@ -878,26 +884,10 @@ def branch_share_of_an_iteration() -> float:
 def test_exploration_pays_on_tiny_sd3():
     study = record("study-frontier-sd3")
     page = DOCS / "study.md"
-    table = rows(page, "arm, on `tiny-sd3`")
-    keys = ("compared", *(f"compared at {p}" for p in ("sana-b200", *TPU_PRICES)))
-    assert {name.strip("`") for name, *_ in table} == study["arms"].keys()
-    for name, _, *cells in table:
-        arm = study["arms"][name.strip("`")]
-        scores = [number for key in ("reward", "shapes/strict") for number in arm["scores"][key]]
-        gains = [
-            number
-            for key in keys
-            for pair in study[key]
-            if (pair["arm"], pair["against"]) == (name.strip("`"), "diffusionnft")
-            for number in pair["at_equal_cost"]["reward"]
-        ]
-        printed = [number for cell in cells for number in signed(cell)]
-        check(printed, [arm["iterations"], arm["cost"], *scores, *gains], name)
+    check_frontier(page, "arm, on `tiny-sd3`", study)
 
-    def gain(key: str, arm: str, against: str = "diffusionnft") -> tuple[float, float]:
-        (pair,) = (p for p in study[key] if (p["arm"], p["against"]) == (arm, against))
-        mean, error = pair["at_equal_cost"]["reward"]
-        return mean, error
+    def gain(key: str, arm: str, against: str = "diffusionnft") -> list[float]:
+        return equal_cost_gain(study, key, arm, against)
 
     def interval(key: str, arm: str) -> str:
         """The 95 % interval of four seeds, by Student's t with three degrees of freedom."""
@@ -909,11 +899,13 @@ def test_exploration_pays_on_tiny_sd3():
         iterations = [study["arms"][arm]["iterations"] for arm in ("diffusionnft", "sol_rl")]
         return f"{pair['cost_share'] * iterations[0] / iterations[1]:.2f} times"
 
-    b200, sana, v5e = keys[:3]
+    b200, sana, v5e, _ = FRONTIER_PRICES
     mean, error = gain(sana, "sol_rl")
     slower, runs = study["one seed with another learning rate"], study["runs"]
-    ends = {arm: (slower[arm], runs[f"{arm}-0"]) for arm in ("sol_rl", "diffusionnft")}
-    ends = {arm: [f"{run['reward'][-1]:.3f}" for run in both] for arm, both in ends.items()}
+    ends = {
+        arm: [f"{run['reward'][-1]:.3f}" for run in (slower[arm], runs[f"{arm}-0"])]
+        for arm in ("sol_rl", "diffusionnft")
+    }
     ranks = {
         arm: f"{study['arms'][arm]['fidelity']['spearman']['last'][0]:.2f}"
         for arm in ("sol_rl", "combined")
@@ -945,12 +937,8 @@ def test_exploration_pays_on_tiny_sd3():
     assert 0.015 < branch_share_of_an_iteration() < 0.025
     advice = " ".join((DOCS / "choose.md").read_text().split())
     assert "it is {:.3f} ± {:.3f} of held-out".format(*gain("compared", "combined")) in advice
-    (pair,) = (
-        pair
-        for pair in record("study-frontier")["compared"]
-        if (pair["arm"], pair["against"]) == ("combined", "diffusionnft")
-    )
-    assert "({:+.3f} ± {:.3f})".format(*pair["at_equal_cost"]["reward"]) in advice
+    on_sana = equal_cost_gain(record("study-frontier"), b200, "combined", "diffusionnft")
+    assert "({:+.3f} ± {:.3f})".format(*on_sana) in advice
     plain, *others = (
         [study["runs"][f"{arm}-{seed}"]["reward"][-1] for seed in study["plan"]["seeds"]]
         for arm in ("diffusionnft", "sol_rl", "combined")

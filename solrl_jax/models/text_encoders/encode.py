@@ -154,7 +154,7 @@ class TextEncoders:
         computed = list(self._compute({name: x[missing] for name, x in tokens.items()}))
         for i, row in zip(missing, computed, strict=True):
             rows[i] = row
-        if cache is not None:
+        if cache is not None and missing:
             keys = self._keys(tokens)
 
             def store() -> None:
