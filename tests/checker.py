@@ -1,5 +1,6 @@
 """The type checker of the tests: beartype, which reads jaxtyping's shapes and dtypes."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,4 +15,17 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
     Constructors are left alone, because JAX rebuilds pytree dataclasses with placements, shapes or
     axis numbers in the place of arrays.
     """
-    return function if function.__name__ == "__init__" else _beartype(function)
+    if function.__name__ == "__init__":
+        return function
+
+    # One process of the tests calls few of the functions that it imports, and the generated code of
+    # a check takes a millisecond or two to compile.
+    @functools.cache
+    def checked():
+        return _beartype(function)
+
+    @functools.wraps(function)
+    def check_when_called(*args, **kwargs):
+        return checked()(*args, **kwargs)
+
+    return check_when_called

@@ -54,7 +54,21 @@ def test_every_preset_keeps_the_invariants_of_its_family(family):
         assert rollout.regenerate == (family == "sol_rl")
         assert rollout.candidates == rollout.kept * (1 if family == "diffusionnft" else 4)
         assert config.run.dir == f"runs/{name}-{family}-seed{config.seed}"
-        assert from_yaml(to_yaml(config)) == config
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(
+            name, marks=() if "hpsv2" in name or "tiny" in name else pytest.mark.exhaustive
+        )
+        for name in preset_names()
+        if "_sol_rl_" in name or name == "tiny"
+    ],
+)
+def test_a_preset_survives_its_text(name):
+    config = resolve(name)
+    assert from_yaml(to_yaml(config)) == config
 
 
 # Height, solver, schedule, shift, trained sigmas, gradient norm, batch size, evaluation steps,
