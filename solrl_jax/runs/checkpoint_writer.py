@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import shutil
+import tempfile
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -196,7 +197,12 @@ def start_writing(
             commit.result()
 
     def merge() -> None:
-        handler.finalize(directory)
+        # orbax looks for the files of the processes with `glob`, which takes brackets anywhere in
+        # the path for a pattern. The path of the link has none.
+        with tempfile.TemporaryDirectory() as plain:
+            link = Path(plain) / ARRAYS
+            link.symlink_to(folder.absolute())
+            handler.finalize(epath.Path(link))
 
     return wait, merge
 

@@ -296,6 +296,8 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
             if the directory of checkpoints cannot be read.
     """
     name = f"checkpoint={which}"
+    if not isinstance(which, str):
+        raise InputError(f"{name}: expected text")
     root = run_path(target) / "checkpoints"
 
     def verify_quickly(path: RunPath) -> None:
@@ -305,7 +307,7 @@ def find_checkpoint(target: str | RunPath, which: str) -> RunPath | None:
         if is_run(target) and checkpoint.newest_usable(root, verify_quickly) is None:
             raise InputError(f"{target}: has no checkpoint yet")
         return None
-    if not isinstance(which, str) or (which != "best" and not is_short_digits(which)):
+    if which != "best" and not is_short_digits(which):
         raise InputError(f"{name}: must be best, latest or an iteration")
     if not is_run(target):
         raise InputError(f"{name}: {target} is no run directory; only runs have checkpoints")

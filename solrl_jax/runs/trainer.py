@@ -20,6 +20,7 @@ import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -97,6 +98,8 @@ class _Run:
             older policy that generates samples, the EMA, and the optimizer's state.
         done: The number of complete iterations.
         checked: The last iteration after which `state` was found to be finite.
+        evaluation_is_saved: Whether the checkpoint that this start continues from has an
+            evaluation. False if there is no checkpoint.
     """
 
     experiment: Experiment
@@ -110,6 +113,7 @@ class _Run:
     state: TrainState
     done: int
     checked: int
+    evaluation_is_saved: bool
 
     @property
     def config(self) -> Config:
@@ -215,6 +219,9 @@ def run(
             not be searched.
     """
     folder = run_path(config.run.dir)
+    if isinstance(folder, Path) and "\\" in str(folder.absolute()):
+        # TensorStore, which writes the arrays, would take it for a slash.
+        raise InputError(f"run.dir={folder}: expected a path without a backslash")
     if config.run.wandb:
         import_wandb()  # fails early if it is not installed: loading a model takes minutes
     # Before the directory is read, because it records the numbers of prompts that the run takes.
@@ -246,7 +253,9 @@ def run(
                 config, backbone.pipeline, experiment.train_prompts, backbone.instruction
             )
         )
-        state, done = _restore(experiment, input_hashes, folder, progress, force)
+        state, done, evaluation_is_saved = _restore(
+            experiment, input_hashes, folder, progress, force
+        )
 
         # All input has been accepted, so the directory may be written to from here on.
         hosts.run_on_first(lambda: write_config(folder, config))
@@ -277,6 +286,7 @@ def run(
             state=state,
             done=done,
             checked=done,
+            evaluation_is_saved=evaluation_is_saved,
         )
         del state  # `this.state` is the only reference, because each update deletes the old arrays
         interrupted = False
@@ -328,7 +338,7 @@ def _restore(
     folder: RunPath,
     progress: TerminalProgress,
     force: bool,
-) -> tuple[TrainState, int]:
+) -> tuple[TrainState, int, bool]:
     """Restores the newest usable checkpoint of a run, or creates the state of a new run.
 
     Every process calls this, and all get the state of the same checkpoint.
@@ -345,7 +355,8 @@ def _restore(
         force: Whether to continue if the input files have changed.
 
     Returns:
-        The state, and the number of complete iterations; 0 if there is no checkpoint.
+        The state, the number of complete iterations (0 if there is no checkpoint), and whether the
+        checkpoint has an evaluation (False if there is none).
 
     Raises:
         InputError: If the checkpoint is from another run, if the input files have changed and
@@ -356,14 +367,14 @@ def _restore(
     expected = {"fingerprint": fingerprint(experiment.config, experiment.explorer.format.name)}
     restored = checkpoint.restore_latest(folder / "checkpoints", state_shapes(experiment), expected)
     if restored is None:
-        return fresh_state(experiment), 0
+        return fresh_state(experiment), 0, False
     state, meta, warnings = restored
     if not force:
         refuse_changed_inputs(experiment.config, meta, input_hashes)
     for warning in warnings:
         progress.line(warning)
     progress.line(f"resuming after iteration {meta['iteration']}")
-    return state, meta["iteration"]
+    return state, meta["iteration"], meta.get("evaluation") is not None
 
 
 def _report_lost_rows(metrics: Metrics, done: int, progress: TerminalProgress) -> None:
@@ -399,8 +410,8 @@ def _train(this: _Run) -> None:
     with an evaluation also writes images of its candidates, unless `eval.num_grid_images` is 0.
 
     A checkpoint is saved whenever `_checkpoint_is_due` says so, but not after an iteration from
-    which nothing could be learned. With `run.keep_best`, one is also saved after an evaluation that
-    an earlier start has missed.
+    which nothing could be learned. The checkpoint that this start continues from is saved once more
+    if it lacks its evaluation, which an earlier start has missed or has recorded without saving it.
 
     Args:
         this: The run. `state` and `done` are always those of the last complete iteration, also
@@ -421,8 +432,8 @@ def _train(this: _Run) -> None:
         _prepare(this)
         if _evaluation_is_due(config, this.done) and not _recorded_evaluation(this):
             this.log(_evaluate(this))
-            if this.done and config.run.keep_best:
-                _save(this)  # once more, now with its evaluation
+        if this.done and not this.evaluation_is_saved and _recorded_evaluation(this):
+            _save(this)  # once more, now with its evaluation
         failures = 0  # iterations in a row from which nothing could be learned
         reported_no_advantage = False
         # The others follow the gradient of the reward, which equal rewards have too.

@@ -51,6 +51,13 @@ def test_a_state_may_be_overwritten_as_soon_as_its_save_has_begun(tmp_path, spre
         assert_same_bits(saved, {"w": jnp.asarray(sign * values), "n": jnp.int32(sign)})
 
 
+def test_a_path_may_have_brackets_and_other_signs_of_patterns(tmp_path):
+    root = tmp_path / "lr[1e-4] * 2?"
+    save(root, 1, SMALL, {})
+    state, _ = checkpoint.restore(root / "000001", abstract(SMALL))
+    assert_same_bits(state, SMALL)
+
+
 @pytest.mark.parametrize("call", ["save", "wait", "end", "end of a run that failed"])
 def test_what_goes_wrong_beside_the_training_is_raised_by_the_next_call(
     tmp_path, monkeypatch, call

@@ -56,7 +56,7 @@ def test_a_run_that_combines_advantages_needs_no_trust(tmp_path):
 
 
 def test_a_checkpoint_that_is_no_text_is_refused(run):
-    with pytest.raises(InputError, match=r"^checkpoint=40: must be best, latest or an iteration"):
+    with pytest.raises(InputError, match=r"^checkpoint=40: expected text$"):
         unwrap(find_checkpoint)(run, 40)
 
 

@@ -405,6 +405,43 @@ def test_the_best_are_kept_beside_the_newest_and_hold_their_evaluation(stopped):
     assert find_checkpoint(folder, "best") == root / f"{evaluated[0]:06d}"
 
 
+@pytest.mark.parametrize("keep", [0, 1])
+def test_an_evaluation_that_could_not_be_saved_is_saved_by_the_next_start(
+    tmp_path, monkeypatch, keep
+):
+    options = ("train.iterations=1", "eval.every=1", f"run.keep_best={keep}")
+    evaluate = trainer._evaluate
+
+    def fails_after_the_iteration(this):
+        if this.done:
+            raise RunError("no evaluation")
+        return evaluate(this)
+
+    def has_no_room(*_args, **_kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "_evaluate", fails_after_the_iteration)
+        with pytest.raises(RunError, match="no evaluation"):
+            run(tmp_path, *options)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "start_writing", has_no_room)
+        with pytest.raises(RunError, match="disk full"):
+            run(tmp_path, *options)
+    root = tmp_path / "checkpoints"
+    assert checkpoint.meta_of(root / "000001")["evaluation"] is None
+    run(tmp_path, *options)
+    row = metrics.read(tmp_path)[-1]
+    assert checkpoint.meta_of(root / "000001")["evaluation"]["eval/reward"] == row["eval/reward"]
+    assert find_checkpoint(tmp_path, "best") == root / "000001"
+
+
+def test_a_backslash_in_the_path_is_refused(tmp_path):
+    with pytest.raises(InputError, match=r"^run\.dir=.*: expected a path without a backslash$"):
+        run(tmp_path / "a\\b")
+    assert not list(tmp_path.iterdir())
+
+
 def test_of_a_record_that_somebody_wrote_only_levels_that_there_are_count():
     rows = [
         {"iteration": 1},
