@@ -4,7 +4,7 @@
 """
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -195,7 +195,7 @@ class TrainingInterrupted(KeyboardInterrupt):
 def train(
     preset: str,
     *overrides: str,
-    profile: Collection[int] = (),
+    profile: Iterable[int] = (),
     html_report: bool = False,
     force: bool = False,
     progress_bar: bool = False,
@@ -252,7 +252,7 @@ def train(
     with TerminalProgress(bars=progress_bar) as progress:
         if note is not None:
             progress.line(note)
-        summary = trainer.run(config, progress, profile, html_report, force=force)
+        summary = trainer.run(config, progress, tuple(profile), html_report, force=force)
     if summary["interrupted"]:
         raise TrainingInterrupted(summary)
     return summary
@@ -262,9 +262,9 @@ def rank(
     experiment: Experiment,
     adapters: Trainable,
     prompts: int = 8,
-    formats: Sequence[str] = (),
-    explore: Sequence[str] = (),
-    steps: Sequence[int] = (),
+    formats: Iterable[str] = (),
+    explore: Iterable[str] = (),
+    steps: Iterable[int] = (),
     progress: Progress = no_progress,
 ) -> list[dict[str, Any]]:
     """Measures how well cheap exploration ranks candidate images, compared with full generation
@@ -344,8 +344,8 @@ def rank(
     ]
 
 
-def _entries(names: Sequence[str]) -> Sequence[str]:
-    """Returns names as a list: `[names]` for a single text, else `names` itself.
+def _entries(names: Iterable[str]) -> Iterable[str]:
+    """Returns the names to iterate over: `[names]` for a single text, else `names` itself.
 
     Args:
         names: The names, e.g. ["nvfp4", "fp8"], or a single name as text.

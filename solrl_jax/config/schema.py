@@ -454,6 +454,20 @@ class Rollout(Section):
         return moves % (self.num_steps - self.sde_window_size)
 
 
+def _fraction_of(sigmas: int, num_steps: int) -> float:
+    """Returns the `algorithm.timestep_fraction` that trains so many sigmas.
+
+    Args:
+        sigmas: The number of sigmas, from 1 to `num_steps`.
+        num_steps: `rollout.num_steps`, at most 1000.
+
+    Returns:
+        sigmas / num_steps, rounded up to six decimals. Rounded to the nearest, it could be less and
+        train one sigma fewer.
+    """
+    return math.ceil(sigmas * 10**6 / num_steps) / 10**6
+
+
 def _default_weights() -> dict[str, float]:
     """Returns the default of `reward.weights`, a new {"pickscore": 1.0}."""
     return {"pickscore": 1.0}
@@ -932,8 +946,11 @@ class Config(Section):
                 if `optimizer.steps_per_iteration` does not divide `num_terms`.
         """
         if self.num_train_sigmas < 1:
-            smallest = 1 / self.rollout.num_steps
-            accepted = f"must be at least 1 / rollout.num_steps = {smallest:.3g}"
+            smallest = _fraction_of(1, self.rollout.num_steps)
+            accepted = (
+                f"must be at least {smallest:g}, so that one of rollout.num_steps="
+                f"{self.rollout.num_steps} sigmas is trained"
+            )
             raise ConfigError.of_field(
                 "algorithm.timestep_fraction", self.algorithm.timestep_fraction, accepted
             )
@@ -1035,19 +1052,22 @@ class Config(Section):
         Whether the objective is on transitions is not checked.
 
         Raises:
-            ConfigError: If no step adds noise, more sigmas are trained than steps add noise, or the
-                samples come from a quantized exploration.
+            ConfigError: If there is only one step, no step adds noise, more sigmas are trained than
+                steps add noise, or the samples come from a quantized exploration.
         """
         rollout = self.rollout
         purpose = (
             f"for the transitions that algorithm.objective={self.algorithm.objective} trains on"
         )
+        if rollout.num_steps == 1:
+            accepted = f"must be at least 2 {purpose}, because the last step adds no noise"
+            raise ConfigError.of_field("rollout.num_steps", 1, accepted)
         if rollout.num_sde_steps == 0:
             accepted = f"must be above 0 {purpose}, with a stochastic rollout.solver"
             raise ConfigError.of_field("rollout.noise_level", rollout.noise_level, accepted)
         self._check_recording(purpose)
         if self.num_train_sigmas > rollout.num_sde_steps:
-            largest = rollout.num_sde_steps / rollout.num_steps
+            largest = _fraction_of(rollout.num_sde_steps, rollout.num_steps)
             accepted = f"must be at most {largest:g} {purpose}"
             raise ConfigError.of_field(
                 "algorithm.timestep_fraction", self.algorithm.timestep_fraction, accepted
@@ -1098,7 +1118,8 @@ class Config(Section):
             accepted = f"must be at most rollout.num_steps={self.rollout.num_steps} {purpose}"
             raise ConfigError.of_field("algorithm.last_steps", last_steps, accepted)
         if self.num_train_sigmas != 1:
-            accepted = f"must be {1 / self.rollout.num_steps:.3g} {purpose}, taken at one sigma"
+            one = _fraction_of(1, self.rollout.num_steps)
+            accepted = f"must be {one:g} {purpose}, taken at one sigma"
             raise ConfigError.of_field(
                 "algorithm.timestep_fraction", self.algorithm.timestep_fraction, accepted
             )

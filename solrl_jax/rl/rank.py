@@ -4,7 +4,7 @@ prompts (docs/method.md, section 2).
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,9 +65,9 @@ class Pools:
 def sweep(
     config: Config,
     *,
-    explore: Sequence[str] = (),
-    formats: Sequence[str] = (),
-    steps: Sequence[int] = (),
+    explore: Iterable[str] = (),
+    formats: Iterable[str] = (),
+    steps: Iterable[int] = (),
 ) -> list[ExplorationSetting]:
     """Lists every combination of exploration options, formats and numbers of steps.
 
@@ -97,6 +97,7 @@ def sweep(
         ConfigError: If a set of options does not exist, or the configuration is not valid with one
             or with a number of steps, for example more than `rollout.num_steps`.
     """
+    explore, formats, steps = list(explore), list(formats), list(steps)
     device = first_device_info()
     if "" in explore:
         raise InputError("explore='': expected the name of a set of exploration options")

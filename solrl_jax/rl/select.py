@@ -5,9 +5,9 @@ ordered by the index of the candidate.
 """
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int, Real
 
-Rewards = Float[np.ndarray, "p n"]
+Rewards = Real[np.ndarray, "p n"]
 
 
 def rank_candidates(rewards: Rewards) -> Int[np.ndarray, "p n"]:
@@ -22,6 +22,7 @@ def rank_candidates(rewards: Rewards) -> Int[np.ndarray, "p n"]:
         The rank of each reward, an integer array in the shape of `rewards`. Every row holds 0 to n
         - 1 once each.
     """
+    rewards = np.asarray(rewards, float)  # unsigned integers have no negatives
     order = np.argsort(np.where(np.isfinite(rewards), -rewards, np.inf), axis=1, kind="stable")
     places = np.empty_like(order)
     np.put_along_axis(places, order, np.arange(rewards.shape[1])[None], axis=1)

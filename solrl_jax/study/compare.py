@@ -256,8 +256,8 @@ def compare(
         * "arm" and "against": the names of the arm and of the other arm;
         * "seeds": the list of seeds that both have; without any, all figures are NaN;
         * "final": the estimate of the arm's last reward minus the other's;
-        * "final_share": the estimate of the same differences, each divided by the other's mean last
-          reward over these seeds (whose own error is not counted);
+        * "final_share": the estimate of the same differences, each divided by the magnitude of
+          the other's mean last reward over these seeds (whose own error is not counted);
         * "cost_share": the mean over seeds of the arm's cost divided by the other's, a float;
         * "at_equal_cost": a dict: "cost", that of the cheapest run of both with these seeds, and
           "reward", the estimate of the arm's reward minus the other's at that cost;
@@ -344,8 +344,9 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
         A dict with the keys:
           * "seeds": the list of common seeds;
           * "final": the estimate of the arm's last held-out reward minus the other's;
-          * "final_share": the estimate of the same differences, each divided by the other's mean
-            last reward over these seeds (whose own error is not counted);
+          * "final_share": the estimate of the same differences, each divided by the
+            magnitude of the other's mean last reward over these seeds (whose own error is not
+            counted);
           * "cost_share": the mean over seeds of the arm's cost divided by the other's, a float;
           * "at_equal_cost": {"cost": the cost of the cheapest run of both arms with these seeds,
             "reward": the estimate of the arm's reward minus the other's at that cost};
@@ -364,7 +365,7 @@ def _pair_estimates(courses: Sequence[Course], others: Sequence[Course]) -> dict
     return {
         "seeds": [a.seed for a, _ in pairs],
         "final": estimate(final),
-        "final_share": estimate([x / other_reward for x in final]),
+        "final_share": estimate([x / abs(other_reward) for x in final]),
         "cost_share": finite_mean([a.cost[-1] / b.cost[-1] for a, b in pairs]),
         "at_equal_cost": {"cost": common_cost, "reward": estimate(at_equal_cost)},
         "speed_up": {str(part): speed_up(pairs, part / 100) for part in PROGRESS},

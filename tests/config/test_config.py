@@ -176,7 +176,11 @@ BAD = [
     ),
     (
         "algorithm.timestep_fraction=0.05",
-        "algorithm.timestep_fraction=0.05: must be at least 1 / rollout.num_steps = 0.1",
+        "algorithm.timestep_fraction=0.05: must be at least 0.1, so that one of .*num_steps=10 sigmas .*",
+    ),
+    (  # the message has a value that is accepted
+        "rollout.num_steps=7 algorithm.timestep_fraction=0.1",
+        "algorithm.timestep_fraction=0.1: must be at least 0.142858, .* of .*num_steps=7 sigmas .*",
     ),
     (
         "optimizer.steps_per_iteration=7",
@@ -186,6 +190,11 @@ BAD = [
     (
         "algorithm.objective=flow_grpo",
         "rollout.noise_level=0.0: must be above 0 for the transitions .*=flow_grpo trains on, .*",
+    ),
+    (
+        "objective=flow_grpo rollout.num_steps=1 rollout.explore.num_steps=1 "
+        "algorithm.timestep_fraction=1.0",
+        "rollout.num_steps=1: must be at least 2 for the transitions .*",
     ),
     (
         "objective=flow_grpo family=naive_quant",

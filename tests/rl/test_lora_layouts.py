@@ -36,7 +36,8 @@ def make(layers, parts=("lora_A.weight", "lora_B.weight"), alpha=None, rank=RANK
         tensors[f"{name}.{parts[0]}"] = rng.standard_normal((rank, n_in)).astype(np.float32)
         tensors[f"{name}.{parts[1]}"] = rng.standard_normal((n_out, rank)).astype(np.float32)
         if alpha is not None:
-            tensors[f"{name}.alpha"] = np.array(alpha, np.float32)
+            dtype = np.int64 if isinstance(alpha, int) else np.float32
+            tensors[f"{name}.alpha"] = np.array(alpha, dtype)
     return tensors
 
 
@@ -168,7 +169,7 @@ CASES = {
         QwenImagePipeline,
         make(prefixed("diffusion_model.", QWEN_IMAGE)),
     ),
-    "kohya, Wan": ("wan", WanPipeline, make(kohya(WAN_BLOCKS), KOHYA, alpha=3.0)),
+    "kohya, Wan": ("wan", WanPipeline, make(kohya(WAN_BLOCKS), KOHYA, alpha=3)),
     "ComfyUI, Wan": (
         "wan",
         WanPipeline,

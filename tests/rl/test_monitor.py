@@ -35,6 +35,10 @@ def test_the_ladder_has_more_steps_and_then_finer_formats():
         ExplorationSetting("bf16", 10),
     )
     assert setting_ladder(FORMATS["bf16"], 10, 10, "bf16") == (ExplorationSetting("bf16", 10),)
+    # a format that quantizes nothing is the training precision by another name
+    for other, trained in (("bf16", "fp32"), ("fp32", "bf16")):
+        ladder = setting_ladder(FORMATS[other], 6, 10, trained)
+        assert ladder == (ExplorationSetting(trained, 6), ExplorationSetting(trained, 10))
 
 
 def test_a_good_proxy_is_left_alone():

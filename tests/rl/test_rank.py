@@ -167,7 +167,10 @@ def test_without_lists_there_is_the_runs_own_setting(toy):
 
 def test_a_sweep_is_every_combination_each_once(toy):
     got = sweep(
-        toy.config, explore=["paper", "best"], formats=["nvfp4", "bf16", "nvfp4"], steps=[2, 4]
+        toy.config,
+        explore=["paper", "best"],
+        formats=np.array(["nvfp4", "bf16", "nvfp4"]),
+        steps=(steps for steps in (2, 4)),  # read once
     )
     assert got == [
         ExplorationSetting(precision, steps, recipe)

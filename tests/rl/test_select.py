@@ -54,6 +54,12 @@ def test_keeping_all_keeps_all(mode):
     assert usable.all()
 
 
+def test_unsigned_integers_are_rewards_too():
+    np.testing.assert_array_equal(
+        rank_candidates(np.array([[1, 2, 3, 0]], np.uint8)), [[2, 1, 0, 3]]
+    )
+
+
 def test_equal_rewards_are_ordered_by_index():
     rewards = np.zeros((1, 6), np.float32)
     assert rank_candidates(rewards).tolist() == [[0, 1, 2, 3, 4, 5]]

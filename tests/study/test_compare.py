@@ -60,6 +60,12 @@ def test_rewards_are_means_and_standard_errors_over_seeds(tmp_path):
     assert math.isnan(estimate([1.0])[1])
 
 
+def test_more_reward_is_a_positive_share_of_a_negative_one(tmp_path):
+    rewards = {"sol": 2 * [[-0.5, -0.4, -0.3]], "plain": 2 * [[-0.5, -0.6, -0.6]]}
+    *_, study, _ = small_study(tmp_path, rewards=REWARDS | rewards)
+    assert study["compared"][0]["final_share"][0] == pytest.approx(0.3 / 0.6)
+
+
 def test_rewards_at_equal_cost_lie_on_the_line_between_evaluations(tmp_path):
     *_, study, courses = small_study(tmp_path)
     assert math.isnan(reward_at_cost(courses["sol"][0], 4 * SOL + 1))  # beyond the run

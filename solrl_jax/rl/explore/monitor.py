@@ -35,7 +35,8 @@ def setting_ladder(
     They are the configured format with the configured steps; the same format with all steps; FP8
     with all steps; and the training precision with all steps. FP8 and the training precision are
     each left out unless they have more bits per weight (`Format.bits_per_weight`) than the
-    configured format.
+    configured format. If that format quantizes nothing, exploration runs in the training precision,
+    which then takes its place.
 
     Args:
         form: The configured exploration format.
@@ -47,14 +48,15 @@ def setting_ladder(
         The settings in that order, without repetitions; at least one. Their `option_set` is ""
         (the options of the run).
     """
+    configured = training_precision if form.quantize is None else form.name
     finer = [
         name
         for name in (*FINER, training_precision)
-        if FORMATS[name].bits_per_weight > form.bits_per_weight
+        if FORMATS[name].bits_per_weight > FORMATS[configured].bits_per_weight
     ]
     ladder = [
-        ExplorationSetting(form.name, steps),
-        ExplorationSetting(form.name, full_steps),
+        ExplorationSetting(configured, steps),
+        ExplorationSetting(configured, full_steps),
         *(ExplorationSetting(name, full_steps) for name in finer),
     ]
     return tuple(dict.fromkeys(ladder))

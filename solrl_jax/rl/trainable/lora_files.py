@@ -314,7 +314,7 @@ def _refuse_other_keys(file: Path, parsed: ParsedKeys, skip_text_encoders: bool)
     if parsed.text_encoders and not skip_text_encoders:
         raise InputError(
             f"{where} {len(parsed.text_encoders)} key(s) belong to text encoders, which are not "
-            f"adapted here; lora.skip_text_encoders=true leaves them out: "
+            f"adapted here; training can leave them out (lora.skip_text_encoders=true): "
             f"{_list_keys(parsed.text_encoders)}"
         )
     if not any({"a", "b"} & layer.keys.keys() for layer in parsed.layers.values()):
@@ -574,8 +574,8 @@ def _open_file(file: Path) -> Iterator[tuple[Shapes, Any]]:
 
     Raises:
         InputError: If the file cannot be read, or a tensor has a dtype other than BF16, F16, F32 or
-            F64. Also if the body raises SafetensorError, OSError, LookupError, TypeError or
-            AttributeError.
+            F64; an alpha, which kohya writes as an integer, may also have I64. Also if the body
+            raises SafetensorError, OSError, LookupError, TypeError or AttributeError.
     """
     with as_input_error():
         tensors = read_header(file)
@@ -583,6 +583,7 @@ def _open_file(file: Path) -> Iterator[tuple[Shapes, Any]]:
         f"{tensor.name} is {tensor.dtype}"
         for tensor in tensors
         if tensor.dtype not in STORED_DTYPES
+        and not (tensor.dtype == "I64" and tensor.name.endswith(".alpha"))
     ]:
         raise InputError(f"{file}: {', '.join(refusals)}; accepted: {', '.join(STORED_DTYPES)}")
     shapes = {tensor.name: tensor.shape for tensor in tensors}
