@@ -212,6 +212,9 @@ def main() -> None:
         function = pkgutil.resolve_name(options.function)
         if not callable(function):
             raise TypeError("no function")
+        for name in ("groupwise", "pairwise", "clips"):
+            if getattr(function, name, False):
+                raise TypeError(f"{name}=True: a service scores each image alone")
     except (Exception, SystemExit) as error:  # the imported module may raise anything
         parser.error(f"{options.function}: expected module.path:function ({one_line(error)})")
     try:

@@ -26,6 +26,17 @@ def brighter(first, second, prompts, metadata, *, bias=0.0):
 brighter.pairwise = True
 
 
+def brighter_and_why(first, second, prompts, metadata):
+    """`brighter` with entries beside the reward, one of them not even numbers."""
+    return {
+        "reward": brighter(first, second, prompts, metadata),
+        "reason": ["light"] * len(first),
+    }
+
+
+brighter_and_why.pairwise = True
+
+
 def brighter_while_it_lasts(first, second, prompts, metadata):
     """`brighter` for calls of 16 pairs; the shorter last call of a group has no answer."""
     if len(first) < 16:

@@ -402,7 +402,13 @@ def _is_json_type(kind: Any) -> bool:
     """
     import pyarrow as pa
 
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    lists = (
+        pa.types.is_list,
+        pa.types.is_large_list,
+        pa.types.is_list_view,
+        pa.types.is_large_list_view,
+    )
+    if any(check(kind) for check in lists):
         return _is_json_type(kind.value_type)
     if pa.types.is_struct(kind):
         return all(_is_json_type(field.type) for field in kind)
@@ -411,6 +417,7 @@ def _is_json_type(kind: Any) -> bool:
     checks = (
         pa.types.is_string,
         pa.types.is_large_string,
+        pa.types.is_string_view,
         pa.types.is_integer,
         pa.types.is_floating,
         pa.types.is_boolean,

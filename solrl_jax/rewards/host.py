@@ -765,6 +765,8 @@ def _compare_pairs(
                 break
             partial_failure = error
             returned = error.scores
+        if isinstance(returned, Mapping) and "reward" in returned:
+            returned = returned["reward"]  # other entries are ignored
         values = to_scores(returned, len(first))["reward"]
         if partial_failure is not None and np.isnan(values).all():
             break

@@ -23,6 +23,20 @@ def write_table(path, delimiter, header):
     return str(path)
 
 
+def test_parquet_text_and_lists_have_several_types(tmp_path):
+    table = pa.table(
+        {
+            "prompt": pa.array(PROMPTS, pa.string_view()),
+            "tag": pa.array(["colors"] * 3, pa.string_view()),
+            "names": pa.array([["a"], [], ["b", "c"]], pa.list_view(pa.string())),
+        }
+    )
+    pq.write_table(table, tmp_path / "views.parquet")
+    prompts = load_prompts(str(tmp_path / "views.parquet"), "f")
+    assert prompts == PROMPTS
+    assert prompts[2].metadata == {"tag": "colors", "names": ["b", "c"]}
+
+
 @pytest.mark.parametrize("indent", [None, 2])
 def test_a_json_list_of_texts(tmp_path, indent):
     path = tmp_path / "list.json"

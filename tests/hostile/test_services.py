@@ -229,6 +229,7 @@ def test_the_server_answers_whatever_its_function_does(how, message, server):
     [
         ("nothing:f", "No module named"),
         ("os", "no function"),
+        ("tests.comparing:ranks", "groupwise=True: a service scores each image alone"),
         ("sys:exit --port 99999", "--port 99999: cannot listen"),
         ("sys:exit --host 256.0.0.1", "--host 256.0.0.1 --port 8000: cannot listen"),
         ("", "required: function"),

@@ -112,6 +112,11 @@ def test_an_image_that_is_not_finite_costs_the_others_nothing():
     np.testing.assert_allclose(got[:6], expected_wins(6)[:6], rtol=1e-5)
 
 
+def test_other_entries_of_a_pairwise_reward_are_ignored():
+    plain = scores("tests.comparing:brighter", group_size=6)
+    np.testing.assert_array_equal(scores("tests.comparing:brighter_and_why", group_size=6), plain)
+
+
 def test_preferences_before_a_call_without_any_count():
     """The groups of six images are called with the first 16 of 30 pairs, which have an answer, and
     with the other 14, which have none. In groups of three, no pair has an answer.
