@@ -833,14 +833,16 @@ def test_which_changes_pay_at_equal_cost():
         assert phrase in text, phrase
 
 
-def repriced(study: dict, prices: Prices, precision: str, pairs: list[dict]) -> list[dict]:
+def repriced(
+    study: dict, prices: Prices, precision: str, pairs: list[dict], *overrides: str
+) -> list[dict]:
     """Compares the recorded runs of a study at other prices, as if the exploring arms had explored
-    in the format `precision`.
+    in the format `precision`, and as if iterations of all arms cost what they do with `overrides`.
     """
     courses: dict[str, list[Course]] = {}
     for name, run in study["runs"].items():
         arm, seed = name.rsplit("-", 1)
-        config = resolve("tiny", study["plan"]["arms"][arm])
+        config = resolve("tiny", (*study["plan"]["arms"][arm], *overrides))
         explores = config.family == "sol_rl"
         seconds = prices.iteration_seconds(
             config, precision if explores else "bf16", config.rollout.explore.num_steps
@@ -889,9 +891,9 @@ def test_exploration_pays_on_tiny_sd3():
     def gain(key: str, arm: str, against: str = "diffusionnft") -> list[float]:
         return equal_cost_gain(study, key, arm, against)
 
-    def interval(key: str, arm: str) -> str:
+    def interval(key: str, arm: str, against: str = "diffusionnft") -> str:
         """The 95 % interval of four seeds, by Student's t with three degrees of freedom."""
-        mean, error = gain(key, arm)
+        mean, error = gain(key, arm, against)
         return f"{mean - 3.182 * error:+.3f} to {mean + 3.182 * error:+.3f}"
 
     def times_as_expensive(key: str) -> str:
@@ -908,28 +910,62 @@ def test_exploration_pays_on_tiny_sd3():
     }
     ranks = {
         arm: f"{study['arms'][arm]['fidelity']['spearman']['last'][0]:.2f}"
-        for arm in ("sol_rl", "combined")
+        for arm in ("sol_rl", "combined", "combined12", "combined8")
     }
+    cheaper = repriced(
+        study,
+        find_prices("flux1-b200"),
+        "nvfp4",
+        study["compared"],
+        "algorithm.kl_fraction=0.25",
+    )
+    cheaper_penalty = {"compared": cheaper}
+
+    def against_small_groups(study: dict, key: str) -> list[str]:
+        """The gains of `combined12` over DiffusionNFT with groups of 8 and of 12."""
+        return [
+            "{:+.3f} ± {:.3f}".format(*equal_cost_gain(study, key, "combined12", plain))
+            for plain in ("diffusionnft8", "diffusionnft12")
+        ]
+
+    groups_of_8, groups_of_12 = against_small_groups(study, b200)
     text = " ".join(page.read_text().split())
     for phrase in (
-        "on a B200 by {:.3f} ± {:.3f} and on".format(*gain(b200, "combined")),
-        "on a v5e by {:.3f} ± {:.3f}.".format(*gain(v5e, "combined")),
-        f"intervals are {interval(b200, 'combined')} and {interval(v5e, 'combined')}.",
-        "on a B200 by {:.3f} ± {:.3f} and in all four seeds".format(*gain(b200, "sol_rl")),
-        f"the interval, {interval(b200, 'sol_rl')}, includes 0",
-        f"`sol_rl` is behind by {abs(mean / error):.1f} standard errors",
+        f"`combined12` is {groups_of_8} ahead of `diffusionnft8`, the best of them, {groups_of_12} "
+        "ahead of `diffusionnft12`, which has groups of its size, and {:+.3f} ± {:.3f} ahead of "
+        "`diffusionnft`.".format(*gain(b200, "combined12")),
+        "the intervals are {}, {} and {}.".format(
+            *(
+                interval(b200, "combined12", plain)
+                for plain in ("diffusionnft8", "diffusionnft12", "diffusionnft")
+            )
+        ),
+        "would be {} ahead of `diffusionnft8` and {} ahead of `diffusionnft12`".format(
+            *against_small_groups(cheaper_penalty, "compared")
+        ),
+        "On a v5e, `combined12` is {} ahead of `diffusionnft8` and {} ahead of `diff".format(
+            *against_small_groups(study, v5e)
+        ),
+        "on a B200 it is at {} and {} against them".format(*against_small_groups(study, sana)),
+        f"is behind `diffusionnft` by {abs(mean / error):.1f} standard errors",
         f"of `sol_rl` {times_as_expensive(b200)} as expensive",
         f"and {times_as_expensive(sana)} at SANA's",
+        "`diffusionnft12` is {:+.3f} ± {:.3f} ahead of".format(*gain(b200, "diffusionnft12")),
+        "and `diffusionnft8` {:+.3f} ± {:.3f}.".format(*gain(b200, "diffusionnft8")),
+        "at {:+.3f} ± {:.3f} against `diffusionnft8`".format(
+            *gain(b200, "combined8", "diffusionnft8")
+        ),
+        f"falls to {ranks['combined8']} in the last quarter of the iterations, that of "
+        f"`combined12` to {ranks['combined12']}.",
+        "on a B200 by {:.3f} ± {:.3f} ({} with".format(
+            *gain(b200, "combined"), interval(b200, "combined")
+        ),
+        "on a v5e by {:.3f} ± {:.3f}.".format(*gain(v5e, "combined")),
+        "on a B200 by {:.3f} ± {:.3f} and in all four seeds".format(*gain(b200, "sol_rl")),
+        f"its interval, {interval(b200, 'sol_rl')}, includes 0",
         "`combined` gains {:+.3f} ± {:.3f} over".format(*gain(b200, "combined", "sol_rl")),
-        f"is {ranks['combined']} in the last quarter of the iterations, that of `sol_rl` "
-        f"{ranks['sol_rl']}",
-        "it is {:.3f} ± {:.3f} ahead".format(*gain(b200, "diffusionnft12")),
-        "`combined` is {:+.3f} ± {:.3f} against it".format(
-            *gain(b200, "combined", "diffusionnft12")
-        ),
-        "is {:+.3f} ± {:.3f} against `diffusionnft12`".format(
-            *gain(b200, "combined12", "diffusionnft12")
-        ),
+        f"correlation is {ranks['combined']} in the last quarter of the iterations, that of "
+        f"`sol_rl` {ranks['sol_rl']}",
         f"`sol_rl` ends at {ends['sol_rl'][0]} and `diffusionnft` at {ends['diffusionnft'][0]}. "
         f"With 2e-3, the same seed ends at {ends['sol_rl'][1]} and {ends['diffusionnft'][1]}",
     ):
