@@ -13,7 +13,7 @@ def check(function: Callable[..., Any]) -> Callable[..., Any]:
     """Checks the arguments and the result of a function at every call.
 
     Constructors are left alone, because JAX rebuilds pytree dataclasses with placements, shapes or
-    axis numbers in the place of arrays.
+    axis numbers in the place of arrays. The annotations of a function are read at its first call.
     """
     if function.__name__ == "__init__":
         return function

@@ -723,7 +723,7 @@ def _compare_pairs(
     Args:
         function: The user's function with its options bound: (first, second, prompts, metadata) ->
             one preference in [0, 1] per pair for the image of `first`, or a mapping with these as
-            "reward".
+            "reward", whose other entries are ignored.
         images: The images of the group, float32 [n, H, W, 3], or its clips [n, T, H, W, 3]. One
             with a non-finite value is not compared.
         prompts: The prompt of each image, which are equal.

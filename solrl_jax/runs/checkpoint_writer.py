@@ -12,6 +12,7 @@ succeeded. Then the first process adds the manifest, or removes what was written
 
 import asyncio
 import contextlib
+import glob
 import json
 import shutil
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 
 import jax
 
+from solrl_jax.errors import RunError
 from solrl_jax.parallel import consensus
 from solrl_jax.runs import checkpoint
 from solrl_jax.runs.checkpoint import (
@@ -35,6 +37,8 @@ from solrl_jax.runs.checkpoint import (
 from solrl_jax.storage import files
 from solrl_jax.storage.stores import RunPath
 
+# The file that orbax adds to the arrays when it merges the files of all processes.
+MERGED = "manifest.ocdbt"
 # Prefix of the name of a checkpoint while it is written.
 SAVING = ".saving-"
 
@@ -182,7 +186,8 @@ def start_writing(
     Returns:
         A pair of functions without arguments or results. The first waits until this process's files
         are written, and raises what the writing raised. The second merges the files of all
-        processes; only the first process calls it, after all have waited.
+        processes; only the first process calls it, after all have waited. It raises RunError if
+        there is nothing to merge.
     """
     stored = {key: leaf for key, leaf in arrays.items() if leaf.size}
     if not stored:
@@ -197,14 +202,38 @@ def start_writing(
             commit.result()
 
     def merge() -> None:
-        # orbax looks for the files of the processes with `glob`, which takes brackets anywhere in
-        # the path for a pattern. The path of the link has none.
-        with tempfile.TemporaryDirectory() as plain:
-            link = Path(plain) / ARRAYS
-            link.symlink_to(folder.absolute())
-            handler.finalize(epath.Path(link))
+        with _path_without_patterns(folder) as plain:
+            handler.finalize(epath.Path(plain))
+        # orbax only warns if it finds nothing to merge.
+        if not (folder / MERGED).exists():
+            raise RunError(f"{folder}: the files of the processes were not merged")
 
     return wait, merge
+
+
+@contextlib.contextmanager
+def _path_without_patterns(folder: Path) -> Iterator[Path]:
+    """Yields a path of a directory that `glob` takes literally, for the body of a `with` statement.
+
+    orbax looks for files with `glob` and the whole path of their directory, in which brackets,
+    asterisks and question marks would be a pattern.
+
+    Args:
+        folder: The directory.
+
+    Yields:
+        `folder` itself, or a temporary symbolic link to it if its path has such characters.
+    """
+    if glob.escape(str(folder)) == str(folder):
+        yield folder
+        return
+    temporary = tempfile.gettempdir()
+    if glob.escape(temporary) != temporary:
+        temporary = "/tmp"
+    with tempfile.TemporaryDirectory(dir=temporary) as parent:
+        link = Path(parent) / ARRAYS
+        link.symlink_to(folder.absolute())
+        yield link
 
 
 def prune(root: RunPath, keep: int, best: int = 0) -> None:

@@ -221,7 +221,7 @@ def run(
     folder = run_path(config.run.dir)
     if isinstance(folder, Path) and "\\" in str(folder.absolute()):
         # TensorStore, which writes the arrays, would take it for a slash.
-        raise InputError(f"run.dir={folder}: expected a path without a backslash")
+        raise InputError(f"run.dir={folder.absolute()}: expected a path without a backslash")
     if config.run.wandb:
         import_wandb()  # fails early if it is not installed: loading a model takes minutes
     # Before the directory is read, because it records the numbers of prompts that the run takes.

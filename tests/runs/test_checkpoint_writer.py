@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 from pathlib import Path
@@ -51,11 +52,22 @@ def test_a_state_may_be_overwritten_as_soon_as_its_save_has_begun(tmp_path, spre
         assert_same_bits(saved, {"w": jnp.asarray(sign * values), "n": jnp.int32(sign)})
 
 
-def test_a_path_may_have_brackets_and_other_signs_of_patterns(tmp_path):
+@pytest.mark.parametrize("temporary", ["plain", "job[5].server"])
+def test_a_path_may_have_brackets_and_other_signs_of_patterns(tmp_path, monkeypatch, temporary):
+    (tmp_path / temporary).mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / temporary))
     root = tmp_path / "lr[1e-4] * 2?"
     save(root, 1, SMALL, {})
     state, _ = checkpoint.restore(root / "000001", abstract(SMALL))
     assert_same_bits(state, SMALL)
+
+
+def test_arrays_that_orbax_did_not_merge_are_no_checkpoint(tmp_path, monkeypatch):
+    handler = "orbax.checkpoint.PyTreeCheckpointHandler"
+    monkeypatch.setattr(f"{handler}.finalize", lambda *_args: None)
+    with pytest.raises(RunError, match="the files of the processes were not merged"):
+        save(tmp_path, 1, SMALL, {})
+    assert not checkpoint.list_checkpoints(tmp_path)
 
 
 @pytest.mark.parametrize("call", ["save", "wait", "end", "end of a run that failed"])

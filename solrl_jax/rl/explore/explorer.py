@@ -64,7 +64,8 @@ class Explorer:
         format and number of steps (index 0); the same format with all steps of the regeneration;
         FP8 with all steps; the training precision with all steps. A setting is left out if it
         equals an earlier one, and FP8 and the training precision also if they have no more bits per
-        weight than the configured format.
+        weight than the configured format. The training precision takes the place of a configured
+        format that quantizes nothing.
         """
         return setting_ladder(
             self.format,
