@@ -953,9 +953,8 @@ def test_exploration_pays_on_tiny_sd3():
         ),
         f"falls to {ranks['combined8']} in the last quarter of the iterations, that of "
         f"`combined12` to {ranks['combined12']}.",
-        "on a B200 by {:.3f} ± {:.3f} ({} with".format(
-            *gain(b200, "combined"), interval(b200, "combined")
-        ),
+        "on a B200 by {:.3f} ± {:.3f} (".format(*gain(b200, "combined"))
+        + f"{interval(b200, 'combined')} with",
         "on a v5e by {:.3f} ± {:.3f}.".format(*gain(v5e, "combined")),
         "on a B200 by {:.3f} ± {:.3f} and in all four seeds".format(*gain(b200, "sol_rl")),
         f"its interval, {interval(b200, 'sol_rl')}, includes 0",
