@@ -86,7 +86,8 @@ test-targets-tpu: .venv-plan-tpu/installed
 
 .venv-plan-%/installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet --editable '.[plan-$*]' 'beartype>=0.20' 'hypothesis>=6.120' 'pytest>=8.3' 'pytest-xdist>=3.6'
+	$(@D)/bin/python -m pip install --quiet --upgrade pip
+	$(@D)/bin/python -m pip install --quiet --no-compile --editable '.[plan-$*]' 'beartype>=0.20' 'hypothesis>=6.120' 'pytest>=8.3' 'pytest-xdist>=3.6'
 	touch $@
 
 .venv/bin/python:
