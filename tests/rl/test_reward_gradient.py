@@ -617,7 +617,10 @@ no_targets.trains_on = "reward_gradients"
             ),
             "reward.combine='advantages': must be sum for the reward gradients",
         ),
-        ((f"objective={__name__}:no_targets",), "algorithm.timestep_fraction=0.7: must be 0.333334 "),
+        (
+            (f"objective={__name__}:no_targets",),
+            "algorithm.timestep_fraction=0.7: must be 0.333334 ",
+        ),
         (
             (f"objective={__name__}:no_targets", "algorithm.timestep_fraction=0.34"),
             "trains on reward gradients and has no function",
