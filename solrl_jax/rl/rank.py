@@ -97,7 +97,9 @@ def sweep(
         ConfigError: If a set of options does not exist, or the configuration is not valid with one
             or with a number of steps, for example more than `rollout.num_steps`.
     """
-    explore, formats, steps = list(explore), list(formats), list(steps)
+    explore = list(explore)
+    formats = list(formats)
+    steps = list(steps)
     device = first_device_info()
     if "" in explore:
         raise InputError("explore='': expected the name of a set of exploration options")

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.study.compare import Course, compare
+from solrl_jax.study import compare as comparisons
+from solrl_jax.study.compare import Course, compare, reward_at_cost
 from solrl_jax.study.cost import Prices, find_prices, prices_of
 from tests.docs.pages import DOCS, PAGES, ROOT
 
@@ -833,10 +834,10 @@ def test_which_changes_pay_at_equal_cost():
         assert phrase in text, phrase
 
 
-def repriced(
-    study: dict, prices: Prices, precision: str, pairs: list[dict], *overrides: str
-) -> list[dict]:
-    """Compares the recorded runs of a study at other prices, as if the exploring arms had explored
+def priced_courses(
+    study: dict, prices: Prices, precision: str, *overrides: str
+) -> dict[str, list[Course]]:
+    """The recorded runs of a study by arm, with other prices, as if the exploring arms had explored
     in the format `precision`, and as if iterations of all arms cost what they do with `overrides`.
     """
     courses: dict[str, list[Course]] = {}
@@ -851,6 +852,14 @@ def repriced(
         scores = {"reward": np.array(run["reward"])}
         course = Course(int(seed), iterations, seconds * iterations, scores, 0, {})
         courses.setdefault(arm, []).append(course)
+    return courses
+
+
+def repriced(
+    study: dict, prices: Prices, precision: str, pairs: list[dict], *overrides: str
+) -> list[dict]:
+    """Compares the recorded runs of a study with the costs of `priced_courses`."""
+    courses = priced_courses(study, prices, precision, *overrides)
     return compare(courses, [(pair["arm"], pair["against"]) for pair in pairs])[1]
 
 
@@ -912,14 +921,8 @@ def test_exploration_pays_on_tiny_sd3():
         arm: f"{study['arms'][arm]['fidelity']['spearman']['last'][0]:.2f}"
         for arm in ("sol_rl", "combined", "combined12", "combined8")
     }
-    cheaper = repriced(
-        study,
-        find_prices("flux1-b200"),
-        "nvfp4",
-        study["compared"],
-        "algorithm.kl_fraction=0.25",
-    )
-    cheaper_penalty = {"compared": cheaper}
+    options = ("nvfp4", study["compared"], "algorithm.kl_fraction=0.25")
+    cheaper_penalty = {"compared": repriced(study, find_prices("flux1-b200"), *options)}
 
     def against_small_groups(study: dict, key: str) -> list[str]:
         """The gains of `combined12` over DiffusionNFT with groups of 8 and of 12."""
@@ -978,37 +981,23 @@ def test_exploration_pays_on_tiny_sd3():
 
 def test_groups_of_8_with_and_without_exploration_on_tiny_sana():
     study = record("study-frontier-sana8")
-    runs, seeds = study["runs"], study["plan"]["seeds"]
-    prices = find_prices("flux1-b200")
-    courses = {}
-    for arm, overrides in study["plan"]["arms"].items():
-        config = resolve("tiny", overrides)
-        precision = config.rollout.explore.precision
-        seconds = prices.iteration_seconds(config, precision, config.rollout.explore.num_steps)
-        courses[arm] = [
-            (seconds * np.array(run["iterations"]), run["reward"])
-            for run in (runs[f"{arm}-{seed}"] for seed in seeds)
-        ]
-    at_the_end = min(cost[-1] for runs in courses.values() for cost, _ in runs)
-
-    def difference(cost: float) -> str:
-        exploring, plain = (
-            np.array([np.interp(cost, *course) for course in courses[arm]])
-            for arm in ("combined8", "diffusionnft8")
-        )
-        gains = exploring - plain
-        return f"{gains.mean():+.3f} ± {gains.std(ddof=1) / math.sqrt(len(gains)):.3f}"
-
+    courses = priced_courses(study, find_prices("flux1-b200"), "nvfp4")
+    (pair,) = study["compared"]
+    gains = [
+        reward_at_cost(exploring, 0.75 * pair["at_equal_cost"]["cost"])
+        - reward_at_cost(plain, 0.75 * pair["at_equal_cost"]["cost"])
+        for exploring, plain in zip(courses["combined8"], courses["diffusionnft8"], strict=True)
+    ]
     ends = {
         arm: "{:.3f} ± {:.3f}".format(*study["arms"][arm]["scores"]["reward"]) for arm in courses
     }
-    fallen = min((runs[f"combined8-{seed}"]["reward"] for seed in seeds), key=lambda r: r[-1])
+    fallen = min((course.reward for course in courses["combined8"]), key=lambda r: r[-1])
     text = " ".join((DOCS / "study.md").read_text().split())
     for phrase in (
         f"ends at {ends['combined8']} after 40 iterations, and `diffusionnft8` at "
         f"{ends['diffusionnft8']}.",
-        f"The difference is {difference(at_the_end)} at equal cost, and "
-        f"{difference(0.75 * at_the_end)} after",
+        "is {:+.3f} ± {:.3f} at equal cost, and".format(*pair["at_equal_cost"]["reward"]),
+        "and {:+.3f} ± {:.3f} after three quarters of it".format(*comparisons.estimate(gains)),
         f"falls from {fallen[-2]:.3f} to {fallen[-1]:.3f} in",
     ):
         assert phrase in text, phrase
