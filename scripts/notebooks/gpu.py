@@ -12,8 +12,8 @@
 # | device | model | prompts per iteration | exploration | peak memory | one iteration, at least |
 # |---|---|---|---|---|---|
 # | L4, 24 GB | SANA 1.6B, 512 px | 4 | FP8 | 11.5 of 21.8 GB | 101 s |
-# | A100, 40 GB | SANA 1.6B, 1024 px | 8 | INT8 | 18.2 of 38.9 GB | 181 s |
-# | H100, 80 GB | SANA 1.6B, 1024 px | 16 | FP8 | 29.1 of 78.2 GB | 127 s |
+# | A100, 40 GB | SANA 1.6B, 1024 px | 8 | INT8 | 17.2 of 38.9 GB | 181 s |
+# | H100, 80 GB | SANA 1.6B, 1024 px | 16 | FP8 | 28.2 of 78.2 GB | 127 s |
 
 # %% [markdown]
 # Install the package, which brings JAX for CUDA 13 (`cuda12` for drivers older than 580). The path

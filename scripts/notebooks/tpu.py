@@ -12,7 +12,7 @@
 # | device | model | prompts per iteration | exploration | peak memory | one iteration, at least |
 # |---|---|---|---|---|---|
 # | 8 x v5e (Kaggle) | SANA 0.6B, 512 px | 16 | INT8 | 5.8 of 14.7 GB | 11 s |
-# | v5e (Colab) | SANA 0.6B, 512 px | 4 | INT8 | 9.4 of 14.7 GB | 22 s |
+# | v5e (Colab) | SANA 0.6B, 512 px | 4 | INT8 | 9.2 of 14.7 GB | 22 s |
 
 # %% [markdown]
 # Install the package, which brings JAX for TPUs. The path or the URL of a clone works in place of

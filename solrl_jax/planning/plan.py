@@ -277,7 +277,10 @@ class Planner:
         """
         shapes = arrays(program.arguments)
         distinct = {id(x): x for x in shapes}
-        absent = {"encode": (COPY, CONDITIONING), "sync": (COPY,)}.get(phase, ())
+        # Training makes the copy in "sync", and frees it when all candidates are scored.
+        absent: tuple[str, ...] = () if phase in ("explore", "score") else (COPY,)
+        if phase == "encode":
+            absent = (*absent, CONDITIONING)
         if (
             phase != "encode" and self.config.model.prompt_cache_dir is not None
         ):  # the prompts were encoded ahead, and the encoders freed

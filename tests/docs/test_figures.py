@@ -463,6 +463,13 @@ def test_cheaper_iterations():
     for (_, *cells), row in zip(printed, seconds.values(), strict=True):
         phases = ("explore", "regenerate", "score", "update", "iteration")
         check(cells, [row[phase] for phase in phases], row)
+    text = " ".join((DOCS / "compiled.md").read_text().split())
+    match = re.search(r"an iteration of `(explore=best [^`]*)` takes (\d+) s at the prices", text)
+    assert match is not None
+    config = resolve("flux1_sol_rl_hpsv2", match[1].split())
+    steps = config.rollout.explore.num_steps
+    price = find_prices("flux1-b200").iteration_seconds(config, "nvfp4", steps)
+    check([match[2]], [price], match[1])
 
 
 def test_the_plan_of_a_clip_on_eight_devices():

@@ -12,10 +12,12 @@ import pytest
 from solrl_jax.parallel.sharding import make_mesh
 from solrl_jax.quant.matmul import LowRank, dequantize
 from solrl_jax.quant.nvfp4 import NVFP4Tensor, quantize
+from solrl_jax.rl.experiment import fresh_state
 from solrl_jax.rl.explore.sync import Quantizer, quantize_policy, sync_policy
+from solrl_jax.rl.iteration import iterate
 from solrl_jax.rl.trainable.trainable import attach, flatten, init_adapters
 from tests.rl.test_lora import OUT, RANK, SCALE, K, Q, adapters, base
-from tests.toys import KERNELS, toy_backbone
+from tests.toys import KERNELS, toy_backbone, toy_experiment
 
 MESH = make_mesh(1, 1)
 
@@ -139,3 +141,15 @@ def test_merging_needs_room_for_a_layer_and_not_for_the_stack():
     memory = lowered.compile().memory_analysis()
     assert memory.output_size_in_bytes < 0.57 * layers * n * n  # 4.5 bits a weight
     assert memory.temp_size_in_bytes < 5 * n * n * 4
+
+
+def test_the_copy_is_freed_before_regeneration():
+    """Plans of memory (`planning.plan`) rely on it."""
+    experiment = toy_experiment("rollout.explore.precision=nvfp4")
+    scales = {}
+
+    def progress(phase: str, total: int, done: int) -> None:
+        scales[phase] = any(x.dtype == jnp.float8_e4m3fn for x in jax.live_arrays())
+
+    iterate(experiment, fresh_state(experiment), 1, progress=progress)
+    assert scales == {"explore": True, "regenerate": False, "update": False}
