@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import largest_training_size
-from solrl_jax.planning.targets import TARGETS
+from solrl_jax.planning.targets import TARGETS, target_of
 
 RECORDS = Path(__file__).parents[1] / "assets" / "plan_records.json"
 # The override that is replaced by the proposed settings.
@@ -193,7 +193,7 @@ def propose(config: Config, machine: Machine, records: Sequence[Record]) -> Prop
             record.tensor,
             record.gradient_checkpointing == "blocks",
             record.fsdp,
-            TARGETS[record.device].kind != machine.kind,
+            not is_same_kind(record, machine),
             -record.peak,
         ),
     )
@@ -222,8 +222,17 @@ def _memory_for(record: Record, machine: Machine) -> float:
         record: The earlier plan.
         machine: The devices that settings are proposed for.
     """
-    is_same_kind = TARGETS[record.device].kind == machine.kind
-    return machine.memory * (1.0 if is_same_kind else OTHER_KIND)
+    return machine.memory * (1.0 if is_same_kind(record, machine) else OTHER_KIND)
+
+
+def is_same_kind(record: Record, machine: Machine) -> bool:
+    """Returns whether an earlier plan is for the kind of device that a machine has.
+
+    Args:
+        record: The earlier plan.
+        machine: The devices that settings are proposed for.
+    """
+    return target_of(machine.kind) == TARGETS[record.device]
 
 
 def _devices_per_sample(config: Config) -> int:

@@ -22,6 +22,7 @@ Some figures come from other documents:
 """
 
 import dataclasses
+import re
 from typing import Literal
 
 CUDNN = "9.12.0"  # the oldest version that the CUDA 13 plug-in of jax 0.10 accepts
@@ -86,7 +87,8 @@ class Target:
     Attributes:
         name: Its name on the command line, e.g. "h200".
         platform: "gpu" or "tpu".
-        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H200" or "TPU v5 lite".
+        kind: How its name in JAX (`jax.Device.device_kind`) begins, e.g. "NVIDIA H100" of "NVIDIA
+            H100 80GB HBM3", or "TPU v5 lite" (`target_of`).
         capability: The CUDA compute capability, e.g. (9, 0); (0, 0) for TPUs.
         memory: The bytes of main memory of one device.
         peaks: The peak rates of one device.
@@ -123,7 +125,7 @@ def _gpu(
 
     Args:
         name: Its name on the command line, e.g. "h200".
-        kind: Its name in JAX (`jax.Device.device_kind`), e.g. "NVIDIA H200".
+        kind: How its name in JAX (`jax.Device.device_kind`) begins, e.g. "NVIDIA H200".
         capability: Its CUDA compute capability, e.g. (9, 0).
         memory: MiB of memory, as CUDA reports them.
         rates: Seven peak rates of one device: 10^12 operations per second of matmuls in BF16, INT8,
@@ -241,6 +243,26 @@ TARGETS = {
         _tpu("tpu7x", "TPU7x", 192, (2307, 2307, 4614, 7.38, 600), axes=3, cores=2),
     )
 }
+
+# Variants with fewer units or slower memory than the devices above.
+_VARIANTS = re.compile("PCIe|NVL|Max-Q|MIG", re.IGNORECASE)
+
+
+def target_of(kind: str) -> Target | None:
+    """Returns the entry of `TARGETS` for a device that is present.
+
+    Args:
+        kind: The kind of device as JAX names it (`jax.Device.device_kind`), e.g. "NVIDIA H100 80GB
+            HBM3".
+
+    Returns:
+        The entry whose `kind` is the longest of those that begin the name; None for an unknown
+        device, and for a slower variant of a known one (PCIe, NVL, Max-Q, a part of a MIG device).
+    """
+    if _VARIANTS.search(kind):
+        return None
+    targets = [t for t in TARGETS.values() if re.match(rf"{re.escape(t.kind)}\b", kind)]
+    return max(targets, key=lambda target: len(target.kind), default=None)
 
 
 def description(target: Target) -> str:

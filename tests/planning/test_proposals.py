@@ -14,6 +14,7 @@ from solrl_jax.planning.proposals import (
     load_records,
     propose,
 )
+from solrl_jax.planning.targets import target_of
 
 H100 = "NVIDIA H100 80GB HBM3"
 GB = 10**9
@@ -125,3 +126,27 @@ def test_mesh_auto_stands_for_the_settings_and_others_win():
     overrides, line = expand_mesh_auto(preset, ("mesh.fsdp=4", "mesh=auto"), find_machine)
     assert overrides == ["mesh.fsdp=4"]
     assert line.startswith("mesh=auto: the preset's own settings: ")
+
+
+def test_a_device_is_recognized_by_the_beginning_of_its_name():
+    names = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA H200": "h200",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "NVIDIA A100-SXM4-40GB": "a100-40gb",
+        "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtx6000pro",
+        "NVIDIA L4": "l4",
+        "TPU v5 lite": "tpu-v5e",
+        "NVIDIA L40S": None,
+        "NVIDIA H100 PCIe": None,
+        "NVIDIA H100 NVL": None,
+        "cpu": None,
+    }
+    found = {kind: target_of(kind) for kind in names}
+    assert {kind: target and target.name for kind, target in found.items()} == names
+
+
+def test_a_plan_of_an_h100_needs_no_margin_on_an_h100():
+    chosen, _ = proposed("flux1_sol_rl_pickscore", 1, 48)
+    assert chosen.record.device == "h100"
+    assert 0.95 * 48e9 < chosen.record.peak < 48e9

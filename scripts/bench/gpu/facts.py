@@ -8,9 +8,9 @@ from typing import Any
 import jax
 from jax._src.lib import cuda_versions  # JAX has no public name for these
 
-from bench.gpu.measure import target_of
 from bench.gpu.record import Task
 from bench.timing import PACKAGES
+from solrl_jax.planning.targets import target_of
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl.experiment import first_device_info
 

@@ -4,7 +4,6 @@ Each is compared with what the plan derives from the compiled text.
 """
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,25 +18,13 @@ from solrl_jax.planning.hlo import parse
 from solrl_jax.planning.kernels import count_library_kernels, kernels, unit
 from solrl_jax.planning.phases import Program
 from solrl_jax.planning.roofline import roofline
-from solrl_jax.planning.targets import TARGETS, Target
+from solrl_jax.planning.targets import Target, target_of
 from solrl_jax.quant.formats import FORMATS
 from solrl_jax.rl.experiment import first_device_info
 
 # Formats in the order of the memory that they take, because a high-water mark only rises.
 DEFAULT = ("nvfp4", "fp8")
 LARGEST = 3  # number of kernels that are listed
-# Variants with fewer units or slower memory than the devices in `planning.targets`.
-_OTHERS = re.compile("PCIe|NVL|Max-Q|MIG", re.IGNORECASE)
-
-
-def target_of(kind: str) -> Target | None:
-    """Returns the planned device for JAX's `device_kind`, or None if its peaks are unknown."""
-    targets = [
-        target
-        for target in TARGETS.values()
-        if re.match(rf"{re.escape(target.kind)}\b", kind) and not _OTHERS.search(kind)
-    ]
-    return max(targets, key=lambda target: len(target.kind), default=None)
 
 
 def formats(task: Task) -> list[str]:
