@@ -9,7 +9,8 @@ the defaults of `config.schema`:
 the objective `nft`, for each released model; 48 of these presets are the paper's. A preset with a
 file of its own, such as `tiny`, names its parts under `compose`. Any file may also have settings
 that apply to one choice of a part, under `when`, e.g. `family=sol_rl: {rollout: ...}`. They follow
-the other settings of all files.
+the other settings of all files. Under `compose`, `when` names other parts for one choice of a part,
+e.g. `model=tiny-wan: {reward: motion}`.
 """
 
 import copy
@@ -98,8 +99,12 @@ def resolve(preset: str, overrides: Sequence[str] = ()) -> Config:
         composed = preset_settings.pop("compose")
     else:
         preset_settings = {}
-        composed = _combined_presets()[preset]
+        composed = dict(_combined_presets()[preset])
+    conditional = composed.pop("when", {})
     parts = {**DEFAULT_PARTS, **composed, **parsed.choices}
+    for condition, other_parts in conditional.items():
+        if _holds(condition, parts, preset):
+            parts |= {**other_parts, **parsed.choices}  # what the user has chosen stays
     files = {f"{part}/{parts[part]}": read_file(f"{part}/{parts[part]}") for part in PARTS}
     files[preset] = {**preset_settings, "preset": preset, "family": parts["family"]}
     tree = to_tree(Config())
@@ -231,16 +236,31 @@ def _apply_files(
         merge(tree, {key: value for key, value in content.items() if key != "when"})
     for name, content in files.items():
         for condition, settings in content.get("when", {}).items():
-            part, _, choice = condition.partition("=")
-            where = f"configs/{name}.yaml: "
-            if part not in PARTS or choice not in part_files(part):
-                raise ConfigError(f"{where}unknown condition '{condition}' under 'when'")
-            if part not in parts:
-                raise ConfigError(
-                    f"{where}condition '{condition}' under 'when' is for a preset, not for a run"
-                )
-            if parts[part] == choice:
+            if _holds(condition, parts, name):
                 merge(tree, settings)
+
+
+def _holds(condition: str, parts: Mapping[str, str], name: str) -> bool:
+    """Returns whether a condition under `when` holds.
+
+    Args:
+        condition: The condition, PART=FILE, e.g. "model=tiny-wan".
+        parts: The names of the chosen files by part.
+        name: The name of the file that has the condition, e.g. "model/sana", for messages.
+
+    Raises:
+        ConfigError: If the condition names a file that is not in `solrl_jax/configs/`, or a part
+            that is not in `parts`.
+    """
+    part, _, choice = condition.partition("=")
+    where = f"configs/{name}.yaml: "
+    if part not in PARTS or choice not in part_files(part):
+        raise ConfigError(f"{where}unknown condition '{condition}' under 'when'")
+    if part not in parts:
+        raise ConfigError(
+            f"{where}condition '{condition}' under 'when' is for a preset, not for a run"
+        )
+    return parts[part] == choice
 
 
 def _apply_quantization_rules(tree: dict[str, Any], model: str, option_set: str) -> None:

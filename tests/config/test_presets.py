@@ -244,6 +244,17 @@ def test_clips_of_tiny_have_a_world_of_their_own():
         assert config.reward.weights == {"motion": 1.0}
         assert config.prompts.train == "embedded:motion-train"
         assert config.prompts.test == "embedded:motion-test"
+    chosen = resolve("tiny", ["model=tiny-wan", "reward=jpeg_compressibility"])
+    assert chosen.reward.weights == {"jpeg_compressibility": 1.0}
+    assert chosen.prompts.train == "embedded:motion-train"
+    own = resolve("tiny", ["model=tiny-wan", "reward=my_rewards:score"])
+    assert own.reward.weights == {"my_rewards:score": 1.0}
+
+
+@pytest.mark.parametrize("reward", ["ocr", "geneval"])
+def test_rewards_of_tiny_that_cannot_score_shapes_have_their_own_prompts(reward):
+    own = resolve("sana_sol_rl_hpsv2", [f"reward={reward}"]).prompts
+    assert resolve("tiny", [f"reward={reward}"]).prompts == own
 
 
 def test_tiny_is_the_embedded_world():
@@ -317,7 +328,10 @@ def test_files_set_only_fields():
         if path.parent.name == "study":
             continue
         tree = yaml.safe_load(path.read_text())
-        tree.pop("compose", None)
+        composed = tree.pop("compose", {})
+        for other_parts in ({}, *composed.get("when", {}).values()):
+            for part, name in {**composed, **other_parts}.items():
+                assert part == "when" or name in files.part_files(part), path
         conditions = tree.pop("when", {})
         for settings in (tree, *conditions.values()):
             assert set(flatten(settings)) <= set(field_names()), path
