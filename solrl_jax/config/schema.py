@@ -15,13 +15,13 @@ a comment says that they are ours.
 """
 
 import dataclasses
-import importlib
 import math
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from solrl_jax.config.migrations import VERSION
+from solrl_jax.config.plugins import import_objective
 from solrl_jax.config.values import (
     MAX_TOKENS,
     Bool,
@@ -285,9 +285,10 @@ class Rollout(Section):
         shift: The factor k of the shift, which maps a sigma s to k s / (1 + (k - 1) s), from 0.001
             to 1000. Above 1 it moves sigmas towards high noise. "flux" does not use it.
         guidance_scale: The scale of classifier-free guidance, at least 0; up to 1 there is none, as
-            in diffusers. A model with embedded guidance (FLUX.1) is given the scale as an input.
-        true_cfg_scale: The scale of classifier-free guidance for a model with embedded guidance, at
-            least 0; up to 1 there is none. Other models accept only 1.
+            in diffusers. FLUX.1-dev is given the scale as an input. FLUX.1-schnell and distilled
+            FLUX.2-klein take none, so that it is at most 1.
+        true_cfg_scale: The scale of classifier-free guidance for FLUX.1, at least 0; up to 1 there
+            is none. Other models accept only 1.
         per_device_batch_size: The largest number of samples that one device generates at once, at
             least 1.
         precision: The number format of regeneration, update and evaluation: "bf16" or "fp32".
@@ -669,13 +670,11 @@ class Algorithm(Section):
 
         Raises:
             ConfigError: If that attribute has another value.
-            ImportError, AttributeError: If the function does not exist. Its module may raise any
-                other exception.
+            InputError: If the function cannot be imported (`import_objective`).
         """
         if not is_plugin(self.objective):
             return OBJECTIVES[self.objective]
-        module, _, function = self.objective.partition(":")
-        kind = getattr(getattr(importlib.import_module(module), function), "trains_on", "samples")
+        kind = getattr(import_objective(self.objective), "trains_on", "samples")
         if kind not in OBJECTIVES.values():
             kinds = ", ".join(map(repr, dict.fromkeys(OBJECTIVES.values())))
             accepted = f"trains_on={kind!r}; expected one of {kinds}"
@@ -866,7 +865,7 @@ class Run(Section):
             iteration also saves one.
         keep_checkpoints: The number of checkpoints that are kept, the newest ones, at least 1.
         keep_best: The number of checkpoints with the best "eval/reward" that are kept in addition,
-            at least 0. Above 0, every evaluation saves a checkpoint.
+            at least 0. Above 0, every evaluation but that before training saves a checkpoint.
         tensorboard: Whether metrics are also written for TensorBoard.
         wandb: Whether metrics are also sent to Weights & Biases, to the project "solrl_jax".
     """
@@ -1014,7 +1013,7 @@ class Config(Section):
                 on reward gradients needs `reward.combine` "sum", a suitable `algorithm.last_steps`
                 and (for a function) a single sigma. Without regeneration, the last two kinds also
                 need `rollout.explore.precision` "bf16" or "fp32".
-            ImportError, AttributeError: If the function does not exist.
+            InputError: If the function cannot be imported.
         """
         match self.algorithm.trains_on:
             case "pairs":
@@ -1164,6 +1163,6 @@ class Config(Section):
 
         Raises:
             ConfigError: If the function's attribute `trains_on` has an unknown value.
-            ImportError, AttributeError: If the function does not exist.
+            InputError: If the function cannot be imported.
         """
         return self.rollout.num_sde_steps if self.algorithm.trains_on == "transitions" else 0

@@ -19,10 +19,7 @@ from that gradient:
     def loss(velocities, target, algorithm): ...
 """
 
-import contextlib
 import importlib
-import os
-import sys
 from collections.abc import Callable
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -30,9 +27,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from solrl_jax.config.plugins import import_objective
 from solrl_jax.config.schema import Algorithm as AlgorithmConfig
 from solrl_jax.config.schema import is_plugin
-from solrl_jax.errors import InputError, type_and_message
+from solrl_jax.errors import InputError
 
 Latents: TypeAlias = Float[Array, " b *latent"]
 PerSample: TypeAlias = Float[Array, " b"]
@@ -177,16 +175,7 @@ def load_objective(name: str) -> Objective:
     """
     if not is_plugin(name):
         return getattr(importlib.import_module(f"solrl_jax.rl.objectives.{name}"), name)
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
-    module, _, function = name.partition(":")
-    try:
-        with contextlib.redirect_stdout(sys.stderr):  # standard output is the command's
-            objective = getattr(importlib.import_module(module), function)
-    except Exception as error:
-        raise InputError(
-            f"algorithm.objective={name!r}: cannot be imported ({type_and_message(error)})"
-        ) from error
+    objective = import_objective(name)
     if not callable(objective):
         raise InputError(f"algorithm.objective={name!r}: is not a function")
     return objective

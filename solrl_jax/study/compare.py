@@ -93,7 +93,7 @@ def read_course(run: Run, prices: Prices) -> Course:
 
     The cost of an iteration is computed from the number format and the number of steps of its
     exploration, which the ledger records. The cost also depends on the attribute `trains_on` of an
-    objective `module:function`, which is imported; errors of the import pass through.
+    objective `module:function`, which is imported.
 
     Args:
         run: The run, trained and evaluated to the end. Its settings are read from the `config.yaml`

@@ -80,8 +80,8 @@ class Prices:
 
         Raises:
             KeyError: If there is no format `precision` and `continued` is None.
-            ConfigError: If the attribute `trains_on` of an objective `module:function`, which is
-                imported, has an unknown value. Errors of the import pass unchanged.
+            InputError: If an objective `module:function` cannot be imported.
+            ConfigError: If its attribute `trains_on` has an unknown value.
         """
         rollout = config.rollout
         prompts = config.train.num_prompts
@@ -122,7 +122,7 @@ def _skips_reference(config: Config) -> bool:
 
     Args:
         config: The configuration. An objective `module:function` is imported for its attribute
-            `trains_on`, and errors of the import pass through.
+            `trains_on`; if it cannot be imported, InputError is raised.
     """
     algorithm = config.algorithm
     if is_plugin(algorithm.objective):

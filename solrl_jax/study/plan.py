@@ -192,9 +192,9 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
         The runs in this order, with resolved configurations.
 
     Raises:
-        ConfigError: If the preset or an override is invalid, an override sets the seed or the run
-            directory, or `plan.sweeps` names a setting that does not exist. The message names all
-            problems.
+        ConfigError: If the preset or an override is invalid, an objective `module:function` cannot
+            be imported, an override sets the seed or the run directory, or `plan.sweeps` names a
+            setting that does not exist. The message names all problems.
     """
     final_overrides = overrides
     if quick:
@@ -219,8 +219,10 @@ def runs_of(plan: Plan, out: Path, quick: bool, overrides: tuple[str, ...]) -> l
                 quote_override("run.dir", str(out / f"{arm}-{seed}")),
             )
             try:
-                runs.append(Run(arm, resolve(plan.preset, arguments), (plan.preset, *arguments)))
-            except ConfigError as error:
+                config = resolve(plan.preset, arguments)
+                config.check_objective()
+                runs.append(Run(arm, config, (plan.preset, *arguments)))
+            except (ConfigError, InputError) as error:
                 problems.append(f"arm {arm}: {error}")
     if problems:
         raise ConfigError("; ".join(dict.fromkeys(problems)))

@@ -47,8 +47,7 @@ def summarize(
         InputError: If the files of a run or a prompt set cannot be read, or if those of a finished
             run are incomplete.
         ConfigError: If the configuration of an existing run directory is invalid, or as `finished`
-            and `compare.read_course` raise it. The latter imports an objective `module:function`,
-            and errors of the import pass through.
+            and `compare.read_course` raise it.
     """
     done = [run for run in runs if finished(run)]
     courses = {

@@ -1,5 +1,7 @@
 """Objectives outside the package: how they are loaded, what they train on, and who may name one."""
 
+import sys
+
 import pytest
 
 from solrl_jax.config.serialization import to_yaml
@@ -36,8 +38,23 @@ def test_the_function_says_what_it_trains_on():
     ],
 )
 def test_a_wrong_name_is_one_line(name, message):
-    with pytest.raises(InputError, match=rf"^algorithm\.objective='{name}': {message}"):
+    pattern = rf"^algorithm\.objective='{name}': {message}"
+    with pytest.raises(InputError, match=pattern):
         load_objective(name)
+
+
+def test_it_is_found_in_the_working_directory_whoever_asks_first(tmp_path, monkeypatch):
+    """`config.algorithm.trains_on` imports it too, e.g. for the prices of a study."""
+    (tmp_path / "objective_of_this_test.py").write_text(
+        "def loss(velocities, target, algorithm): ...\nloss.trains_on = 'pairs'\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    config = small_config("unused", "objective=objective_of_this_test:loss")
+    assert config.algorithm.trains_on == "pairs"
+    absent = small_config("unused", "objective=no_such_module:loss")
+    with pytest.raises(InputError, match=r"algorithm\.objective='no_such_module:loss': cannot be"):
+        _ = absent.algorithm.trains_on
 
 
 def test_a_run_directory_runs_no_objective_that_is_not_trusted(tmp_path):

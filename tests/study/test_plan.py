@@ -51,6 +51,19 @@ def test_the_carried_plans_hold(tmp_path, name, quick):
         assert len(arms) > 1
 
 
+def test_an_objective_that_is_missing_or_does_not_fit_is_told_before_anything_trains(tmp_path):
+    arms = {
+        "a": ["objective=no_such_module:loss"],
+        "b": ["objective=tests.rl.test_objective_plugins:transitions"],
+    }
+    plan = read_plan(plan_file(tmp_path, arms=arms, compared=[]))
+    with pytest.raises(ConfigError) as refused:
+        runs_of(plan, tmp_path, False, ())
+    message = str(refused.value)
+    assert "arm a: algorithm.objective='no_such_module:loss': cannot be imported" in message
+    assert "arm b: rollout.noise_level=0.0: must be above 0" in message
+
+
 def test_quick_comes_after_the_arms_and_the_users_own_last(tmp_path):
     plan = read_plan(plan_file(tmp_path, arms={"a": ["train.iterations=7"]}, compared=[]))
 

@@ -30,8 +30,8 @@ def find_query_steps(config: Config, pipeline: Pipeline, size: Size) -> range | 
         starts nearest to the noise level. None if the objective trains on anything else.
 
     Raises:
-        ConfigError, ImportError, AttributeError: If a user's objective cannot be loaded, as in
-            `config.schema.Algorithm.trains_on`. Its module may raise any other exception.
+        InputError, ConfigError: If a user's objective cannot be imported, or has an unknown
+            `trains_on` (`config.schema.Algorithm.trains_on`).
     """
     if config.algorithm.trains_on != "reward_gradients":
         return None
