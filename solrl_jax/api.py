@@ -392,12 +392,13 @@ def generate(
             at most 20,000 characters and no control characters.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation; 10 for
             a model.
-        guidance_scale: The guidance scale, at least 0. Models with built-in guidance (FLUX.1) take
-            it as an input of the network. For all other models it is the scale of classifier-free
-            guidance, and values up to 1 mean no guidance. None: that of the run; 1 for a model.
-        true_cfg_scale: The scale of classifier-free guidance that models with built-in guidance
-            (FLUX.1) can use in addition. Values up to 1 mean none. Other models accept only 1.
-            None: that of the run; 1 for a model.
+        guidance_scale: The guidance scale, at least 0. FLUX.1-dev takes it as an input of the
+            network. FLUX.1-schnell and distilled FLUX.2-klein take none, so that it is at most 1.
+            For all other models it is the scale of classifier-free guidance, and values up to 1
+            mean no guidance. None: that of the run; 1 for a model.
+        true_cfg_scale: The scale of classifier-free guidance that FLUX.1 can use in addition.
+            Values up to 1 mean none. Other models accept only 1. None: that of the run; 1 for a
+            model.
         negative_prompt: The negative prompt of classifier-free guidance, for all images. Without
             such guidance it must be "".
         seed: The seed of the initial noise, 0 to 2**31 - 1.
@@ -411,7 +412,8 @@ def generate(
             take it packed). All values must be finite. The seed then has no effect. None: drawn
             from the seed.
         lora: A LoRA to apply to a model: a .safetensors file of diffusers, kohya, ai-toolkit or
-            ComfyUI, or a directory of PEFT. None: no LoRA. A run has its own and accepts none.
+            ComfyUI, or a directory of PEFT. `~` is expanded. None: no LoRA. A run has its own and
+            accepts none.
         precision: The number format in which linear layers compute in all steps: "bf16", "fp32",
             "int8", "fp8", "nvfp4", or "auto" for the fastest one that the device supports. A format
             that it does not support is emulated, which is slower. The rest of the transformer
@@ -747,7 +749,7 @@ def export_lora(
             rank, out]}.
         path: For "diffusers" a file that ends in .safetensors; for "peft" a directory, which may
             contain nothing but an earlier export. Missing parent directories are created. `~` is
-            not expanded.
+            expanded.
         form: The program that is to load them, "diffusers" or "peft".
 
     Raises:
@@ -761,7 +763,7 @@ def export_lora(
         raise InputError(f"form={brief_repr(form)}: accepted: diffusers, peft")
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
     table = experiment.backbone.parameter_table()
-    out = local_path("path", path)
+    out = local_path("path", expand_home(str(path)))
     transformer_files.refuse_component(out, experiment.backbone.pipeline.folder)
     if form == "peft":
         lora_files.export_peft(out, adapters, settings, table)
@@ -781,7 +783,7 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
             in the directory, beside the whole transformer.
         folder: The directory to write, for `from_pretrained` of the transformer's class. It may
             contain nothing but an earlier export. Missing parent directories are created. `~` is
-            not expanded.
+            expanded.
 
     Raises:
         InputError: If `folder` cannot be used, a parameter is not finite, or the adapters change
@@ -789,7 +791,7 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
         RunError: If the disk refuses.
     """
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
-    folder = local_path("folder", folder)
+    folder = local_path("folder", expand_home(str(folder)))
     transformer_files.export_transformer(folder, experiment.backbone, trained, settings)
 
 
@@ -799,7 +801,7 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
     Args:
         experiment: The experiment. Only its model matters.
         path: A LoRA file of diffusers, kohya, ai-toolkit or ComfyUI, or a directory with one, such
-            as PEFT writes. `~` is not expanded.
+            as PEFT writes. `~` is expanded.
 
     Returns:
         (adapters, settings). The adapters, float32, by the path of their linear layer: {"a": [...,
@@ -812,4 +814,6 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
         InputError: If the file cannot be read, does not fit the model, is not finite, or has parts
             that are not supported (adapters of text encoders, trained biases, DoRA).
     """
-    return lora_files.import_lora(Path(path), experiment.backbone.parameter_table())
+    return lora_files.import_lora(
+        Path(expand_home(str(path))), experiment.backbone.parameter_table()
+    )

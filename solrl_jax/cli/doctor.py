@@ -22,7 +22,7 @@ from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Config
 from solrl_jax.config.sizes import evaluation_size, training_sizes
 from solrl_jax.config.values import ConfigError
-from solrl_jax.data.prompts import load_prompts
+from solrl_jax.data.prompts import Prompt, load_prompts
 from solrl_jax.errors import InputError, as_input_error, one_line
 from solrl_jax.models.backbone import DTYPES
 from solrl_jax.models.locate import mhla_override, open_model
@@ -30,7 +30,7 @@ from solrl_jax.models.text_encoders.cache import open_cache
 from solrl_jax.parallel import sharding
 from solrl_jax.planning import device_checks, proposals
 from solrl_jax.planning.abstract import open_configurations
-from solrl_jax.planning.targets import CUDNN, TARGETS
+from solrl_jax.planning.targets import CUDNN
 from solrl_jax.quant.formats import AUTO, FORMATS, DeviceInfo, resolve_format
 from solrl_jax.rewards.host import ScoringFailure
 from solrl_jax.rewards.judge.settings import open_judge
@@ -42,10 +42,13 @@ from solrl_jax.rewards.registry import (
 )
 from solrl_jax.rewards.sources import SOURCES, Converted, Hub, find
 from solrl_jax.rl.experiment import (
+    check_guidance,
+    check_loaded_objective,
     first_device_info,
     fit_prompt_counts,
     open_mesh,
     read_instruction,
+    reward_gradients_for,
     select_parameters,
 )
 from solrl_jax.rl.memory_check import check_memory, device_memory
@@ -184,10 +187,11 @@ def find_missing(config: Config) -> dict[str, Any]:
     but prompt sets of the hub that its cache lacks.
 
     All parts are checked, so that the result names everything that is missing. There is one
-    exception: names, options and functions of rewards are checked (and functions imported) only if
-    the prompts, the instruction, the cache and the files of rewards can be used and nothing has to
-    be downloaded. If the configuration uses judges (vision-language models behind an HTTP
-    endpoint), each is tested with requests in any case (`_probe_judge`). JAX's backend is started.
+    exception: names, options and functions of rewards are checked (and functions imported), and
+    prompts by the rewards, only if the objective, the prompts, the instruction, the cache and the
+    files of rewards can be used and nothing has to be downloaded. If the configuration uses judges
+    (vision-language models behind an HTTP endpoint), each is tested with requests in any case
+    (`_probe_judge`). JAX's backend is started.
 
     Args:
         config: The configuration to check.
@@ -218,17 +222,19 @@ def find_missing(config: Config) -> dict[str, Any]:
         except (InputError, ConfigError) as error:
             missing.append(str(error))
 
-    counts: dict[str, int] = {}
+    with noted():
+        check_loaded_objective(config)
+    prompts: dict[str, list[Prompt]] = {}
     for field, path in (
         ("prompts.train", config.prompts.train),
         ("prompts.test", config.prompts.test),
     ):
         with noted():
-            counts[field] = len(load_prompts(path, field))
+            prompts[field] = load_prompts(path, field)
     adapted: list[str] = []
-    if len(counts) == 2:
+    if len(prompts) == 2:
         with noted():
-            config, adapted = fit_prompt_counts(config, *counts.values())
+            config, adapted = fit_prompt_counts(config, *map(len, prompts.values()))
     with noted():
         read_instruction(config)
     with noted():
@@ -239,12 +245,19 @@ def find_missing(config: Config) -> dict[str, Any]:
                 find(key, config.reward.paths)
     if not missing and not downloads:
         with noted():
-            opened_rewards = open_rewards(config.reward, explore=config.rollout.explore.reward)
+            opened_rewards = open_rewards(
+                config.reward,
+                explore=config.rollout.explore.reward,
+                gradients_for=reward_gradients_for(config),
+            )
             opened_rewards.check_sizes((*training_sizes(config), evaluation_size(config)))
+            opened_rewards.check_prompts(*prompts.values())
     judges: dict[str, str] = {}
     for name in filter(is_judge, _reward_names(config)):
         with noted():
             judges[name] = _probe_judge(name, config)
+    with noted():
+        check_guidance(config, open_configurations(config.model.path))
     with noted():
         weights |= check_sizes(config)
     with noted():
@@ -337,7 +350,7 @@ def proposal(config: Config) -> dict[str, Any]:
     here = api.this_machine()
     chosen = proposals.propose(config, here, proposals.load_records())
     record = chosen.record
-    same_kind = record is not None and TARGETS[record.device].kind == here.kind
+    same_kind = record is not None and proposals.is_same_kind(record, here)
     return {
         "settings": chosen.overrides(config),
         "planned": None if record is None else record.peak,

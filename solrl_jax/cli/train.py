@@ -155,12 +155,12 @@ def describe_gain(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Describes by how much training changed the scores of the held-out prompts.
 
     A change of at most twice its standard error (the root of the sum of the squares of both
-    standard errors) is marked with "which may be chance".
+    standard errors), or with an unknown one, is marked with "which may be chance".
 
     Args:
         before: The metrics of the evaluation before training, by name. The mean reward is
             "eval/reward", and each standard error is under the key of its score followed by
-            "/standard_error" (0 without it).
+            "/standard_error" (None or missing: it is unknown).
         after: The metrics of the last evaluation, by name. Its scores of strict success are those
             under keys that end in "/strict".
 
@@ -176,7 +176,8 @@ def describe_gain(before: dict[str, Any], after: dict[str, Any]) -> str:
         return "unknown, because nothing was evaluated before and after"
     parts = []
     for name in names:
-        errors = [row.get(f"{name}/standard_error") or 0.0 for row in (before, after)]
+        found = [row.get(f"{name}/standard_error") for row in (before, after)]
+        errors = [math.nan if error is None else error for error in found]
         change = after[name] - before[name]
         label = "held-out reward" if name == "eval/reward" else "strict success"
         verdict = "" if abs(change) > 2 * math.hypot(*errors) else ", which may be chance"

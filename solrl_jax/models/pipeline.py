@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from solrl_jax.errors import InputError
 from solrl_jax.models.loading.component import Component
 from solrl_jax.models.loading.tensor_files import read_json
 from solrl_jax.models.loading.weights import Params
@@ -223,6 +224,29 @@ class Pipeline(abc.ABC):
             # diffusers guides only if a negative prompt is given. An empty one suffices.
             arguments |= {"true_cfg_scale": true_cfg_scale, "negative_prompt": ""}
         return arguments
+
+    def check_guidance(
+        self, guidance_scale: float, true_cfg_scale: float, section: str = ""
+    ) -> None:
+        """Checks that both scales have an effect on this model, unless they ask for no guidance.
+
+        Models that take no scale extend this method.
+
+        Args:
+            guidance_scale: the guidance scale.
+            true_cfg_scale: the scale of classifier-free guidance for models with
+                `embedded_guidance`.
+            section: what precedes the names of both in messages, e.g. "rollout.".
+
+        Raises:
+            InputError: `true_cfg_scale` is not 1 for a model without embedded guidance; or, in a
+                subclass, a scale above 1 would have no effect.
+        """
+        if true_cfg_scale != 1 and not self.embedded_guidance:
+            raise InputError(
+                f"{section}true_cfg_scale={true_cfg_scale}: must be 1 for a {self.kind}, whose "
+                f"{section}guidance_scale is classifier-free"
+            )
 
     @abc.abstractmethod
     def unscale(self, latent: Float[Array, "b ... c"]) -> Float[Array, "b ... c"]:

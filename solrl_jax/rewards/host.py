@@ -167,7 +167,10 @@ class Workers:
                 # A process that ends between two calls breaks the pool. The call is repeated once.
                 result = self._wait(*self._schedule(arguments))
             if result is None:
-                result = "the processes that score do not start, or end by themselves"
+                result = (
+                    "the processes that score do not start, or end by themselves (they import the "
+                    'main script, which needs `if __name__ == "__main__":`)'
+                )
             return CallResult(None, result, {}) if isinstance(result, str) else result
 
         return wait

@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import importlib.metadata
 import inspect
-import os
 import sys
 import urllib.parse
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from jax.typing import DTypeLike
 
 from solrl_jax.config import schema as config
 from solrl_jax.config.overrides import ENTRY_POINTS
+from solrl_jax.config.plugins import search_working_directory
 from solrl_jax.config.sizes import describe_size
 from solrl_jax.config.values import Size, brief_repr
 from solrl_jax.data.prompts import Prompt
@@ -39,6 +39,7 @@ from solrl_jax.rewards.protocol import (
     HostRewards,
     Reward,
     accept,
+    check_prompts,
     reward_code,
 )
 from solrl_jax.rewards.shapes import shapes
@@ -206,6 +207,29 @@ class OpenedRewards:
                 f"reward '{clip_rewards[0]}': scores whole clips, not {describe_size(images[0])}; "
                 "expected a video model, with model.frames=N"
             )
+
+    def check_prompts(
+        self, train_prompts: Sequence[Prompt], test_prompts: Sequence[Prompt]
+    ) -> None:
+        """Checks that the rewards can score all prompts. Nothing is loaded, and no image is scored.
+
+        Args:
+            train_prompts: The training prompts, for the rewards in `settings.weights` and
+                `explore`.
+            test_prompts: The test prompts, for those in `settings.weights` and
+                `settings.eval_only`.
+
+        Raises:
+            InputError: If a reward refuses a prompt, or its function `check` raises an exception.
+                The message names the setting of the prompts, the reward and the first such prompt.
+        """
+        weights = self.settings.weights
+        ranking = self.explore or {}
+        trained = self._sum(self.rewards, collections.Counter(), {**weights, **ranking})
+        watched = self.settings.eval_only
+        evaluated = self._sum(self.rewards, collections.Counter(), weights, watched)
+        check_prompts(trained, train_prompts, "prompts.train")
+        check_prompts(evaluated, test_prompts, "prompts.test")
 
     def _sum(
         self,
@@ -400,8 +424,13 @@ def open_function(
 
     Raises:
         InputError: If the function cannot be imported, is no function, has no signature, or does
-            not accept these arguments with these options.
+            not accept these arguments with these options; or if it is defined in a notebook.
     """
+    if target.startswith("__main__:") and not hasattr(sys.modules["__main__"], "__file__"):
+        raise InputError(
+            f"reward '{name}': worker processes cannot import a function of a notebook; expected "
+            "one in a file, module:function"
+        )
     function, signature = _import_function(name, target)
     pairwise = bool(getattr(function, "pairwise", False))
     _check_options(name, signature, options, PAIR_ARGUMENTS if pairwise else ARGUMENTS)
@@ -760,8 +789,7 @@ def _import_function(name: str, target: str) -> tuple[Callable[..., Any], inspec
         InputError: If the import raises anything but KeyboardInterrupt, if `target` has no colon or
             there is no such object, or if the object cannot be called or has no signature.
     """
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())  # the worker processes inherit it
+    search_working_directory()
     template = "cannot be imported ({})"
     if ":" in name:
         template += "; expected module.path:function"

@@ -25,7 +25,7 @@ from solrl_jax.models.pipeline import Pipeline
 from solrl_jax.parallel import hosts, sharding
 from solrl_jax.quant.formats import DeviceInfo, resolve_format, scoring_dtypes
 from solrl_jax.rewards.host import score_gray_images
-from solrl_jax.rewards.protocol import Reward, check_prompts, score_samples
+from solrl_jax.rewards.protocol import Reward, score_samples
 from solrl_jax.rewards.registry import open_rewards
 from solrl_jax.rl.explore.continuation import find_query_steps
 from solrl_jax.rl.explore.explorer import Explorer
@@ -413,6 +413,7 @@ def build(config: Config, *, force: bool = False) -> Experiment:
     )
     opened_rewards.check_sizes((*training_sizes(config), evaluation_size(config)))
     train_prompts, test_prompts = load_prompt_sets(config)
+    opened_rewards.check_prompts(train_prompts, test_prompts)
     config, notes = fit_prompt_counts(config, len(train_prompts), len(test_prompts))
     if reward_gradients_for(config) is not None and not config.reward.eval_only:
         notes.append(
@@ -430,12 +431,10 @@ def build(config: Config, *, force: bool = False) -> Experiment:
         config, mesh, device_memory(), partial(open_model, model.path, mhla=mhla_override(model))
     )
     for reward in filter(None, (rewards.trained, rewards.explored)):
-        check_prompts(reward, train_prompts, "prompts.train")
         for size in set(training_sizes(config)):
             _check_scoring(reward, train_prompts[:1], pipeline, size)
-    check_prompts(rewards.evaluated, test_prompts, "prompts.test")
     _check_scoring(rewards.evaluated, test_prompts[:1], pipeline, evaluation_size(config))
-    _check_guidance(config, pipeline)
+    check_guidance(config, pipeline)
     trained_paths, quantized = select_parameters(config, pipeline, device)
     if not force:
         check_memory(config, pipeline, trained_paths, sharding.row_groups(mesh))
@@ -490,8 +489,7 @@ def reward_gradients_for(config: Config) -> str | None:
 
     Raises:
         ConfigError: If the attribute `trains_on` of the objective has an unknown value.
-        ImportError, AttributeError: If an objective `module:function` does not exist. Its module
-            may raise any other exception.
+        InputError: If an objective `module:function` cannot be imported.
     """
     algorithm = config.algorithm
     return algorithm.objective if algorithm.trains_on == "reward_gradients" else None
@@ -596,21 +594,21 @@ def _check_scoring(
         score_gray_images(reward.host, prompts, size)
 
 
-def _check_guidance(config: Config, pipeline: Pipeline) -> None:
+def check_guidance(config: Config, pipeline: Pipeline) -> None:
     """Checks that an objective that trains on recorded states has no classifier-free guidance.
 
     Objectives on transitions and on reward gradients train on recorded states. With guidance, the
     steps at these states would not be predicted by the trained policy alone.
 
     Args:
-        config: The configuration of the run. An objective `module:function` is imported. An
-            exception of the import passes through.
+        config: The configuration of the run. An objective `module:function` is imported.
         pipeline: The pipeline of the model. It decides which setting is the classifier-free scale:
             `rollout.true_cfg_scale` if its network takes the guidance scale as an input (FLUX.1),
             else `rollout.guidance_scale`.
 
     Raises:
-        InputError: If such an objective is combined with a classifier-free scale above 1.
+        InputError: If such an objective is combined with a classifier-free scale above 1, or an
+            objective cannot be imported.
         ConfigError: If the attribute `trains_on` of the objective has an unknown value.
     """
     field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
@@ -643,18 +641,14 @@ def select_parameters(
         returned even if the format quantizes nothing.
 
     Raises:
-        InputError: If `rollout.true_cfg_scale` is not 1 for a pipeline without embedded guidance;
+        InputError: If a scale of guidance has no effect on the model (`Pipeline.check_guidance`);
             if a pattern or rule matches no parameter; if one of `lora.target_modules` matches a
             parameter that is not the kernel of a linear layer; or if the format of exploration
             quantizes and the rules leave it no linear layer.
     """
     model = config.model
     rollout = config.rollout
-    if rollout.true_cfg_scale != 1 and not pipeline.embedded_guidance:
-        raise InputError(
-            f"rollout.true_cfg_scale={rollout.true_cfg_scale}: must be 1 for a {pipeline.kind}, "
-            "whose rollout.guidance_scale is classifier-free"
-        )
+    pipeline.check_guidance(rollout.guidance_scale, rollout.true_cfg_scale, "rollout.")
     shapes = pipeline.transformer.abstract_params(DTYPES[rollout.precision])
     explore_format = resolve_format(rollout.explore.precision, device)
     with as_input_error():

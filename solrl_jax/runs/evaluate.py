@@ -42,7 +42,8 @@ class Evaluation:
     Attributes:
         means: The mean of each score over all images with a finite value; NaN if there are none.
         errors: The standard error of each mean: the standard deviation of the finite values (with
-            divisor n) divided by the square root of their number n. NaN if there are none.
+            divisor n) divided by the square root of their number n. NaN if there are fewer than
+            two.
         scores: The score of each image, float [p, m], not finite where it failed.
         failed: For each reward outside JAX, by its name, the number of images that it could not
             score, which may be 0. For clips, each scored frame counts.
@@ -102,7 +103,7 @@ def evaluate(
         finite = values[np.isfinite(values)]
         means[name] = finite_mean(values)
         errors[name] = float("nan")
-        if finite.size:
+        if finite.size > 1:
             errors[name] = float(finite.std(dtype=float) / np.sqrt(finite.size))
     return Evaluation(means, errors, scores, samples.failed, samples.usage)
 

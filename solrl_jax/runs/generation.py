@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pydantic
 from jaxtyping import Float
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 
 from solrl_jax.config.presets import released_models, resolve
 from solrl_jax.config.schema import Config, Precision, Quantization
@@ -34,6 +34,7 @@ from solrl_jax.config.values import (
     Size,
     Text,
     brief_repr,
+    expand_home,
 )
 from solrl_jax.data.prompts import Prompt, check_text, load_instruction
 from solrl_jax.diffusion.released import read_scheduler
@@ -92,6 +93,7 @@ class Request:
         latents: The initial noise of the N prompts, float32 [N, C, h, w], or [N, C, t, h, w] for
             clips (an array of NumPy, JAX or PyTorch on the CPU). None: drawn from `seed`.
         lora: A LoRA file, or a directory of PEFT (with `adapter_config.json`); only for a model.
+            `~` is expanded.
             None: no LoRA.
         precision: The number format of all steps, also those of a run: "bf16" (the default) or
             "fp32"; "int8", "fp8" or "nvfp4", which quantize linear layers; or "auto", the fastest
@@ -118,7 +120,7 @@ class Request:
     seed: Seed = 0
     size: Size | None = None
     latents: Any = None
-    lora: Path | None = None
+    lora: Annotated[Path, AfterValidator(lambda path: Path(expand_home(str(path))))] | None = None
     precision: Precision = "bf16"
     max_sequence_length: _SequenceLength | None = None
     instruction: str | None = None
@@ -134,7 +136,7 @@ class Request:
 
         Args:
             arguments: The arguments by name. "model" and "prompts" are required. NumPy's scalars
-                are accepted for numbers. `latents` is not checked here.
+                are accepted for numbers, also in `size`. `latents` is not checked here.
 
         Returns:
             The request, with lists turned into tuples and absent arguments at their defaults.
@@ -144,10 +146,9 @@ class Request:
                 longer than 20,000 characters or has control characters. The message lists all wrong
                 names and values, or else the first wrong text.
         """
-        values = {
-            name: value.item() if isinstance(value, np.generic) else value
-            for name, value in arguments.items()
-        }
+        values = {name: _plain_number(value) for name, value in arguments.items()}
+        if isinstance(values.get("size"), tuple | list):
+            values["size"] = tuple(map(_plain_number, values["size"]))
         try:
             request = _REQUEST.validate_python(values)
         except pydantic.ValidationError as errors:
@@ -163,6 +164,11 @@ class Request:
 
 
 _REQUEST = pydantic.TypeAdapter(Request)
+
+
+def _plain_number(value: Any) -> Any:
+    """Returns the Python number of a scalar of NumPy, and any other value as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _unknown_argument(name: str) -> str:
@@ -469,11 +475,7 @@ def build_schedule(
     if true_cfg_scale is None:
         true_cfg_scale = config.rollout.true_cfg_scale if config else 1.0
     embedded = pipeline.embedded_guidance
-    if true_cfg_scale != 1.0 and not embedded:
-        raise InputError(
-            f"true_cfg_scale={true_cfg_scale}: must be 1 for a {pipeline.kind}, whose "
-            "guidance_scale is classifier-free"
-        )
+    pipeline.check_guidance(guidance_scale, true_cfg_scale)
     tokens = pipeline.image_tokens(*size)
     with as_input_error():
         if config:

@@ -352,8 +352,8 @@ def _usage(
 
     Args:
         config: The configuration of the run. The example loads its `model.path` (an absolute path
-            cut to its last part) and has the size and the number of steps of its evaluation, and
-            the guidance of its rollout.
+            cut to its last part) and has the size and the number of steps of its evaluation, the
+            guidance of its rollout, and the number of prompt tokens.
         name: The repository, OWNER/NAME.
         pipeline: The class of the base model's pipeline, which knows the arguments of diffusers.
         whole: Whether parameters are trained in full. The example then loads a transformer, and
@@ -390,6 +390,7 @@ def _usage(
     arguments = pipeline.diffusers_guidance(rollout.guidance_scale, rollout.true_cfg_scale)
     if pipeline.accepts_instruction and config.model.instruction is None:
         arguments["complex_human_instruction"] = None  # by default, diffusers gives a long one
+    arguments["max_sequence_length"] = config.model.max_sequence_length
     lines = [
         "import torch",
         imports,

@@ -154,6 +154,28 @@ def test_few_prompts_are_said_and_an_unknown_reward_is_missing(diagnosed, tmp_pa
     assert "reward 'nowhere:score': cannot be imported" in report["missing"][0]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["objective=nowhere:loss"], "algorithm.objective='nowhere:loss': cannot be imported"),
+        (["objective=opsd"], "'shapes' is not declared differentiable"),
+        (
+            ["reward=ocr", "prompts.train=embedded:shapes-train"],
+            "prompts.train: reward 'ocr': prompt",
+        ),
+        (
+            ["model=tiny-flux", "objective=flow_grpo", "rollout.true_cfg_scale=2"],
+            "rollout.true_cfg_scale=2.0: must be 1 with algorithm.objective=flow_grpo",
+        ),
+    ],
+)
+def test_what_training_would_refuse_is_missing(diagnosed, overrides, message):
+    code, report = diagnosed("tiny", *overrides)
+    assert code == 1
+    (line,) = report["missing"]
+    assert message in line
+
+
 def test_a_model_that_no_device_holds_is_told_of_with_its_size(monkeypatch):
     monkeypatch.setattr(doctor, "device_memory", lambda: 16_000_000_000)
     with pytest.raises(

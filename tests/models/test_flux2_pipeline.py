@@ -213,7 +213,7 @@ def diffusers_images(
 
 
 CASES = [
-    ("distilled", 4, 4.0, (16, 24)),
+    ("distilled", 4, 1.0, (16, 24)),
     pytest.param("distilled", 10, 1.0, (40, 32), marks=pytest.mark.exhaustive),
     pytest.param("base", 4, 4.0, (24, 16), marks=pytest.mark.exhaustive),
     pytest.param("base", 10, 1.0, (16, 16), marks=pytest.mark.exhaustive),
@@ -312,6 +312,14 @@ def test_what_the_base_model_does_not_have_is_refused(folders):
         generated(
             folders["base"][0], ["a dog"], num_steps=1, guidance_scale=1.0, true_cfg_scale=2.0
         )
+
+
+@pytest.mark.parametrize("scales", [(4.0, 1.0), (1.0, 2.0)])
+def test_a_scale_that_the_distilled_model_ignores_is_refused(scales, folders):
+    pipeline = open_pipeline(folders["distilled"][0])
+    pipeline.check_guidance(0.0, 1.0)
+    with pytest.raises(InputError, match=r"^rollout\.\w+=[24]\.0: must be at most 1 for a distilled"):
+        pipeline.check_guidance(*scales, section="rollout.")
 
 
 @pytest.mark.exhaustive

@@ -162,6 +162,14 @@ def test_pictures_without_a_score_are_left_out_of_means(toy):
     assert np.isnan(empty.errors["reward"])
 
 
+def test_a_single_image_has_no_standard_error(toy):
+    section = dataclasses.replace(toy.config.eval, num_prompts=1, num_images_per_prompt=1)
+    one = dataclasses.replace(toy, config=dataclasses.replace(toy.config, eval=section))
+    result = evaluate(one, fresh_state(toy).ema)
+    assert np.isfinite(result.means["reward"])
+    assert np.isnan(result.errors["reward"])
+
+
 def test_scores_whose_squares_float32_cannot_hold_have_an_error(toy, recwarn):
     vast = Reward(
         None,

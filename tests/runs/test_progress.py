@@ -92,6 +92,10 @@ def test_a_gain_within_two_standard_errors_is_not_claimed():
     assert "chance" not in train.describe_gain(row(0.5), row(0.59))
     assert "which may be chance" in train.describe_gain(row(0.5), row(0.58))
     assert "which may be chance" in train.describe_gain(row(0.5), row(0.42))
+    one_image = {"eval/reward": 0.5, "eval/reward/standard_error": None}
+    assert train.describe_gain(one_image, row(0.9)) == (
+        "held-out reward +0.400 (0.500 ± nan -> 0.900 ± 0.030, which may be chance)"
+    )
     for before in ({}, {"eval/reward": None}):
         assert (
             train.describe_gain(before, row(0.5))

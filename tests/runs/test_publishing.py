@@ -210,7 +210,8 @@ def test_the_example_has_the_arguments_of_its_pipeline_in_diffusers(model, scale
     example = model_card._usage(config, "someone/lora", kind, whole=False)
     lines = [line.strip() for line in example.splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith("height="))
-    assert lines[start + 1 : lines.index(").images[0]")] == arguments
+    tokens = f"max_sequence_length={config.model.max_sequence_length},"
+    assert lines[start + 1 : lines.index(").images[0]")] == [*arguments, tokens]
     accepted = inspect.signature(getattr(diffusers, kind.kind).__call__).parameters
     assert all(argument.split("=")[0] in accepted for argument in arguments)
 

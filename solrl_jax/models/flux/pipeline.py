@@ -6,6 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from solrl_jax.errors import InputError
 from solrl_jax.models.autoencoders.kl import AutoencoderKL, AutoencoderKLConfig
 from solrl_jax.models.flux.transformer import PATCH, FluxConfig, FluxTransformer2DModel
 from solrl_jax.models.loading.component import Component
@@ -104,6 +105,26 @@ class FluxPipeline(Pipeline):
         limit = load_tokenizer(folder / "tokenizer_2").model_max_length
         self.default_max_tokens = min(MAX_TOKENS, limit)
         self.clip_tokens = clip_length(folder / "tokenizer", clip_config.max_position_embeddings)
+
+    def check_guidance(
+        self, guidance_scale: float, true_cfg_scale: float, section: str = ""
+    ) -> None:
+        """Checks both scales as `Pipeline.check_guidance`. FLUX.1-schnell takes no guidance scale.
+
+        Args:
+            guidance_scale: the guidance scale.
+            true_cfg_scale: the scale of classifier-free guidance in addition.
+            section: what precedes the names of both in messages, e.g. "rollout.".
+
+        Raises:
+            InputError: `guidance_scale` is above 1 and the transformer does not embed it.
+        """
+        super().check_guidance(guidance_scale, true_cfg_scale, section)
+        if guidance_scale > 1 and not self.config.guidance_embeds:
+            raise InputError(
+                f"{section}guidance_scale={guidance_scale}: must be at most 1 for FLUX.1-schnell, "
+                "which takes no guidance scale"
+            )
 
     def _check_widths(self, clip_config: CLIPTextConfig, t5_config: T5Config) -> None:
         """Checks that the widths of transformer, text encoders and autoencoder agree.

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxtyping import Array
 
+from solrl_jax.errors import InputError
 from solrl_jax.models.flux2.autoencoder import AutoencoderKLFlux2, AutoencoderKLFlux2Config
 from solrl_jax.models.flux2.transformer import Flux2Config, Flux2Transformer2DModel
 from solrl_jax.models.loading.component import Component
@@ -55,8 +56,8 @@ class Flux2KleinPipeline(Pipeline):
     The text encoder is Qwen3: three of its hidden states, concatenated, are the features of each
     text token. The distilled models (`is_distilled` in `model_index.json`, by default false) were
     trained to give guided results from one evaluation without a guidance scale; for them the
-    attribute `embedded_guidance` (guidance is built into the transformer) is True. The base models
-    use classifier-free guidance, with two evaluations.
+    attribute `embedded_guidance` (guidance is built into the transformer) is True, and neither
+    scale may ask for guidance. The base models use classifier-free guidance, with two evaluations.
 
     `Flux2KleinPipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the
     layout of diffusers without reading a weight. It raises FileNotFoundError if a configuration
@@ -132,6 +133,30 @@ class Flux2KleinPipeline(Pipeline):
         if not isinstance(distilled, bool):
             raise unsupported(str(index), "is_distilled", distilled, "True, False")
         self.embedded_guidance = distilled
+
+    def check_guidance(
+        self, guidance_scale: float, true_cfg_scale: float, section: str = ""
+    ) -> None:
+        """Checks both scales as `Pipeline.check_guidance`. The distilled models take neither, as in
+        diffusers.
+
+        Args:
+            guidance_scale: the guidance scale.
+            true_cfg_scale: the scale of classifier-free guidance in addition to embedded guidance.
+            section: what precedes the names of both in messages, e.g. "rollout.".
+
+        Raises:
+            InputError: `true_cfg_scale` is not 1 for a base model, or either is above 1 for a
+                distilled one.
+        """
+        super().check_guidance(guidance_scale, true_cfg_scale, section)
+        scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale}
+        for name, scale in scales.items():
+            if self.embedded_guidance and scale > 1:
+                raise InputError(
+                    f"{section}{name}={scale}: must be at most 1 for a distilled FLUX.2-klein, "
+                    "which takes no guidance scale"
+                )
 
     @property
     def shift_formula(self) -> Callable[[int, int], float]:
