@@ -318,7 +318,9 @@ def test_what_the_base_model_does_not_have_is_refused(folders):
 def test_a_scale_that_the_distilled_model_ignores_is_refused(scales, folders):
     pipeline = open_pipeline(folders["distilled"][0])
     pipeline.check_guidance(0.0, 1.0)
-    with pytest.raises(InputError, match=r"^rollout\.\w+=[24]\.0: must be at most 1 for a distilled"):
+    with pytest.raises(
+        InputError, match=r"^rollout\.\w+=[24]\.0: must be at most 1 for a distilled"
+    ):
         pipeline.check_guidance(*scales, section="rollout.")
 
 
