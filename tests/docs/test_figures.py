@@ -298,6 +298,7 @@ def test_what_the_compilers_say():
     names = {
         "FLUX.1-dev": "flux1",
         "FLUX.1-dev on 8 devices": "flux1",
+        "FLUX.1-dev on 4 devices": "flux1",
         "SD3.5 Large": "sd3",
         "SANA 1.6B": "sana",
         "Z-Image": "zimage",
