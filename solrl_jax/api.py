@@ -396,7 +396,7 @@ def generate(
             network. FLUX.1-schnell and distilled FLUX.2-klein take none, so that it is at most 1.
             For all other models it is the scale of classifier-free guidance, and values up to 1
             mean no guidance. None: that of the run; 1 for a model.
-        true_cfg_scale: The scale of classifier-free guidance that FLUX.1 can use in addition.
+        true_cfg_scale: The scale of classifier-free guidance for FLUX.1 and distilled FLUX.2-klein.
             Values up to 1 mean none. Other models accept only 1. None: that of the run; 1 for a
             model.
         negative_prompt: The negative prompt of classifier-free guidance, for all images. Without
@@ -611,7 +611,7 @@ def export(
         for option, flag in (("private", private), ("dry_run", dry_run)):
             if flag:
                 raise InputError(f"{option}=True: is for an upload; it needs hub=OWNER/NAME")
-        out = local_path("out", expand_home(str(out)))
+        out = _own_path("out", out)
         return _export_files(
             directory, out, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
             force=force,
@@ -624,7 +624,7 @@ def export(
             f"hub={hub}: {directory} is in an object store; a run is published from a disk, so "
             "copy it to one"
         )
-    folder = directory / "hub" if out is None else local_path("out", expand_home(str(out)))
+    folder = directory / "hub" if out is None else _own_path("out", out)
     config = read_run(directory)
     check_replaceable(folder)
     files.refuse_existing("out", [folder], force, folders=True)
@@ -763,7 +763,7 @@ def export_lora(
         raise InputError(f"form={brief_repr(form)}: accepted: diffusers, peft")
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
     table = experiment.backbone.parameter_table()
-    out = local_path("path", expand_home(str(path)))
+    out = _own_path("path", path)
     transformer_files.refuse_component(out, experiment.backbone.pipeline.folder)
     if form == "peft":
         lora_files.export_peft(out, adapters, settings, table)
@@ -791,7 +791,7 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
         RunError: If the disk refuses.
     """
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
-    folder = local_path("folder", expand_home(str(folder)))
+    folder = _own_path("folder", folder)
     transformer_files.export_transformer(folder, experiment.backbone, trained, settings)
 
 
@@ -814,6 +814,20 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
         InputError: If the file cannot be read, does not fit the model, is not finite, or has parts
             that are not supported (adapters of text encoders, trained biases, DoRA).
     """
-    return lora_files.import_lora(
-        Path(expand_home(str(path))), experiment.backbone.parameter_table()
-    )
+    return lora_files.import_lora(_own_path("path", path), experiment.backbone.parameter_table())
+
+
+def _own_path(argument: str, path: str | Path) -> Path:
+    """Returns a path of this machine, in which `~` is expanded.
+
+    Args:
+        argument: The name of the argument that has the path, for messages.
+        path: The path, which need not exist.
+
+    Raises:
+        InputError: If it is the URL of an object store, or begins with the `~USER` of a user that
+            does not exist.
+    """
+    with as_input_error(lambda message: f"{argument}={path}: {message}"):
+        expanded = expand_home(str(path))
+    return local_path(argument, expanded)

@@ -87,6 +87,10 @@ BAD = {  # unwrapped where the types are wrong, which these tests check before
         lambda e: unwrap(solrl.export_transformer)(e, {}, Path("s3://b/x")),
         "folder=s3:/b/x: expected a path on this machine, not in a store",
     ),
+    "a LoRA of a user who does not exist": (
+        lambda e: unwrap(solrl.export_lora)(e, {}, "~no_such_user/x.safetensors"),
+        "path=~no_such_user/x.safetensors: no home directory of ~no_such_user is known",
+    ),
     "a run exported to a store": (
         lambda _: unwrap(solrl.export)("run", "gs://b/x.safetensors"),
         "out=gs://b/x.safetensors: expected a path on this machine, not in a store",
@@ -205,6 +209,19 @@ def test_bad_arguments_of_generate_are_named(name, monkeypatch):
 def test_prompts_that_are_none_are_named(prompts):
     with pytest.raises(solrl.InputError, match=r"^prompts"):
         unwrap(solrl.generate_with_latents)("embedded:tiny-sana", prompts)
+
+
+def test_the_home_directory_and_numpys_integers_are_understood(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    request = generation.Request.check(
+        {
+            "model": "embedded:tiny-sana",
+            "prompts": ["a red circle"],
+            "lora": "~/x.safetensors",
+            "size": (np.int64(32), np.int64(64)),
+        }
+    )
+    assert (request.lora, request.size) == (tmp_path / "x.safetensors", (32, 64))
 
 
 def test_an_argument_that_does_not_exist_is_named():

@@ -83,9 +83,9 @@ def command(preset: str | None, overrides: tuple[str, ...], as_json: bool) -> No
     solrl doctor flux1_sol_rl_hpsv2 mesh.fsdp=8 reward.paths.hpsv2=weights/hpsv2.safetensors
 
     \f
-    Reward functions from outside the package are imported, unless an earlier check finds something
-    that is missing or has to be downloaded (`find_missing`). The kernels run on the first device
-    only.
+    An objective from outside the package is imported. So are reward functions, unless an earlier
+    check finds something that is missing or has to be downloaded (`find_missing`). The kernels run
+    on the first device only.
 
     Args:
         preset: The name of a preset; None: only the machine is described.

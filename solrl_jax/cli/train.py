@@ -176,8 +176,8 @@ def describe_gain(before: dict[str, Any], after: dict[str, Any]) -> str:
         return "unknown, because nothing was evaluated before and after"
     parts = []
     for name in names:
-        found = [row.get(f"{name}/standard_error") for row in (before, after)]
-        errors = [math.nan if error is None else error for error in found]
+        recorded = [row.get(f"{name}/standard_error") for row in (before, after)]
+        errors = [math.nan if error is None else error for error in recorded]
         change = after[name] - before[name]
         label = "held-out reward" if name == "eval/reward" else "strict success"
         verdict = "" if abs(change) > 2 * math.hypot(*errors) else ", which may be chance"

@@ -12,8 +12,8 @@ from solrl_jax.errors import InputError, type_and_message
 def search_working_directory() -> None:
     """Appends the working directory to `sys.path`, unless it or "" is in it.
 
-    Modules of the working directory can then be imported, in this process and in those that it
-    starts.
+    Modules of the working directory can then be imported, in this process and in the worker
+    processes of rewards.
     """
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
@@ -32,14 +32,17 @@ def import_objective(name: str) -> Any:
         The object of that name, of any type. Repeated calls return the same one.
 
     Raises:
-        InputError: If the import raises any exception, or the module has no such object.
+        InputError: If the import raises anything but KeyboardInterrupt, even SystemExit, or the
+            module has no such object.
     """
     search_working_directory()
     module, _, function = name.partition(":")
     try:
         with contextlib.redirect_stdout(sys.stderr):
             return getattr(importlib.import_module(module), function)
-    except Exception as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also SystemExit
         raise InputError(
             f"algorithm.objective={name!r}: cannot be imported ({type_and_message(error)})"
         ) from error

@@ -287,8 +287,8 @@ class Rollout(Section):
         guidance_scale: The scale of classifier-free guidance, at least 0; up to 1 there is none, as
             in diffusers. FLUX.1-dev is given the scale as an input. FLUX.1-schnell and distilled
             FLUX.2-klein take none, so that it is at most 1.
-        true_cfg_scale: The scale of classifier-free guidance for FLUX.1, at least 0; up to 1 there
-            is none. Other models accept only 1.
+        true_cfg_scale: The scale of classifier-free guidance for FLUX.1 and distilled FLUX.2-klein,
+            at least 0; up to 1 there is none. Other models accept only 1.
         per_device_batch_size: The largest number of samples that one device generates at once, at
             least 1.
         precision: The number format of regeneration, update and evaluation: "bf16" or "fp32".

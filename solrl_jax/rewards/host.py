@@ -168,8 +168,8 @@ class Workers:
                 result = self._wait(*self._schedule(arguments))
             if result is None:
                 result = (
-                    "the processes that score do not start, or end by themselves (they import the "
-                    'main script, which needs `if __name__ == "__main__":`)'
+                    "the processes that score do not start, or end by themselves (a script of "
+                    'yours that starts the run needs `if __name__ == "__main__":`)'
                 )
             return CallResult(None, result, {}) if isinstance(result, str) else result
 

@@ -424,12 +424,13 @@ def open_function(
 
     Raises:
         InputError: If the function cannot be imported, is no function, has no signature, or does
-            not accept these arguments with these options; or if it is defined in a notebook.
+            not accept these arguments with these options; or if it is defined in
+            a notebook or an interactive session.
     """
     if target.startswith("__main__:") and not hasattr(sys.modules["__main__"], "__file__"):
         raise InputError(
-            f"reward '{name}': worker processes cannot import a function of a notebook; expected "
-            "one in a file, module:function"
+            f"reward '{name}': worker processes cannot import a function of a notebook or an "
+            "interactive session; expected one in a file, module:function"
         )
     function, signature = _import_function(name, target)
     pairwise = bool(getattr(function, "pairwise", False))

@@ -79,11 +79,12 @@ class Request:
             control characters; it may be empty.
         num_steps: The number of solver steps, 1 to 1000. None: that of the run's evaluation, or
             `DEFAULT_NUM_STEPS` (10) for a model.
-        guidance_scale: The guidance scale, at least 0. For models that embed it (FLUX.1) it is an
-            input of the network. For all others it is the scale of classifier-free guidance, which
-            is off at 1 or less. None: the run's, or 1.
-        true_cfg_scale: The scale of classifier-free guidance for models that embed
-            `guidance_scale`, at least 0; others accept only 1. None: the run's, or 1.
+        guidance_scale: The guidance scale, at least 0. FLUX.1-dev takes it as an input of the
+            network; FLUX.1-schnell and distilled FLUX.2-klein take none, so that it is at most 1.
+            For all others it is the scale of classifier-free guidance, which is off at 1 or less.
+            None: the run's, or 1.
+        true_cfg_scale: The scale of classifier-free guidance for FLUX.1 and distilled FLUX.2-klein,
+            at least 0; others accept only 1. None: the run's, or 1.
         negative_prompt: The negative prompt of classifier-free guidance, one for all images, of at
             most 20,000 characters. Unless it is "", the scale of this guidance must be above 1.
         seed: The seed of the initial noise, 0 to 2**31 - 1.
@@ -93,8 +94,7 @@ class Request:
         latents: The initial noise of the N prompts, float32 [N, C, h, w], or [N, C, t, h, w] for
             clips (an array of NumPy, JAX or PyTorch on the CPU). None: drawn from `seed`.
         lora: A LoRA file, or a directory of PEFT (with `adapter_config.json`); only for a model.
-            `~` is expanded.
-            None: no LoRA.
+            `~` is expanded. None: no LoRA.
         precision: The number format of all steps, also those of a run: "bf16" (the default) or
             "fp32"; "int8", "fp8" or "nvfp4", which quantize linear layers; or "auto", the fastest
             that the device runs natively.
@@ -461,9 +461,9 @@ def build_schedule(
         The schedule: the sigmas, the solver and the guidance scales.
 
     Raises:
-        InputError: If the scheduler or the number of steps is not supported, if `true_cfg_scale` is
-            not 1 for a model without embedded guidance, or if there is a negative prompt that has
-            no effect because classifier-free guidance is off.
+        InputError: If the scheduler or the number of steps is not supported, if a scale of guidance
+            has no effect on the model (`Pipeline.check_guidance`), or if there is a negative prompt
+            that has no effect because classifier-free guidance is off.
     """
     num_steps = request.num_steps
     guidance_scale = request.guidance_scale

@@ -592,7 +592,7 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
         run: The dict of the run from `_describe_run`, of which "metrics" (lists of values by name,
             "iteration" among them, None for unknown values) and "name" are used.
         metric: The name of the metric. Its standard error "METRIC/standard_error", if recorded,
-            becomes a band; where it is unknown it counts as 0.
+            becomes a band, unless one of them is unknown, such as that of a single image.
         named: Whether the label is the name of the run. Otherwise it is the last value with three
             significant digits.
 
@@ -605,12 +605,13 @@ def _line(index: int, run: Mapping[str, Any], metric: str, *, named: bool) -> Li
     if not indices:
         return None
     y = [columns[metric][i] for i in indices]
+    band = [errors[i] for i in indices] if errors else []
     return Line(
         run=index,
         label=run["name"] if named else f"{y[-1]:.3g}",
         x=[columns["iteration"][i] for i in indices],
         y=y,
-        error=[errors[i] or 0.0 for i in indices] if errors else [],
+        error=[] if None in band else band,
     )
 
 

@@ -254,7 +254,8 @@ def test_clips_of_tiny_have_a_world_of_their_own():
 @pytest.mark.parametrize("reward", ["ocr", "geneval"])
 def test_rewards_of_tiny_that_cannot_score_shapes_have_their_own_prompts(reward):
     own = resolve("sana_sol_rl_hpsv2", [f"reward={reward}"]).prompts
-    assert resolve("tiny", [f"reward={reward}"]).prompts == own
+    for model in ("tiny-sana", "tiny-wan"):
+        assert resolve("tiny", [f"model={model}", f"reward={reward}"]).prompts == own
 
 
 def test_tiny_is_the_embedded_world():

@@ -203,7 +203,7 @@ CHUNKS = {  # name: (changes to the config; frames, height and width; latent fra
 }
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", first_is_quick(CHUNKS))
 def test_clips_are_decoded_in_chunks_as_they_are_whole(name):
     """Also their gradients, to 1e-5 of the largest value."""
@@ -255,7 +255,7 @@ def test_more_chunks_add_no_convolutions():
     assert few.count("stablehlo.convolution") == many.count("stablehlo.convolution") > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("gradient", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_chunks_save_memory(gradient):
     """Compiled, not run."""

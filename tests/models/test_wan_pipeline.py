@@ -243,7 +243,7 @@ def test_the_euler_scheduler_of_the_pipeline_is_that_of_diffusers(tmp_path):
     assert np.abs(got - want).max() <= CLIP_TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_sizes_of_clips_are_those_of_the_request(opened):
     folder = opened[0]
     options = dict(num_steps=1, max_sequence_length=TOKENS)

@@ -36,9 +36,9 @@ def test_the_page_has_the_table_of_these_records():
 
 def test_a_plan_that_fits_without_recomputing_blocks_comes_first():
     chosen, settings = proposed("sana_sol_rl_pickscore", 8, 75)
-    assert chosen.record.peak == pytest.approx(29.5e9, rel=0.02)
+    assert chosen.record.peak == pytest.approx(29e9, rel=0.01)
     assert settings == ["model.gradient_checkpointing=matmuls"]
-    assert "planned 29." in chosen.reason
+    assert "planned 29 GB" in chosen.reason
     assert chosen.reason.endswith(f"of 8 x {H100}, 75 GB each")
 
 
@@ -147,6 +147,8 @@ def test_a_device_is_recognized_by_the_beginning_of_its_name():
 
 
 def test_a_plan_of_an_h100_needs_no_margin_on_an_h100():
-    chosen, _ = proposed("flux1_sol_rl_pickscore", 1, 48)
+    chosen, _ = proposed("flux1_sol_rl_pickscore", 1, 43)
     assert chosen.record.device == "h100"
-    assert 0.95 * 48e9 < chosen.record.peak < 48e9
+    assert 0.95 * 43e9 < chosen.record.peak < 43e9
+    chosen, _ = proposed("flux1_sol_rl_pickscore", 1, 43, "gpu", "NVIDIA H100 PCIe")
+    assert chosen.record is None

@@ -110,7 +110,7 @@ def test_rewards_inside_and_outside_jax_score_frames_and_clips(folder, frames, p
     assert "x 2 clips of 9 frames of 8 x 16; dpm2" in evaluate.describe_evaluation(experiment)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_of_clips_of_which_the_first_frame_is_scored_no_other_is_decoded(folder):
     """In float32, scores and images equal those of whole clips to 1e-6."""
     experiment = build(folder, "reward.frames=1", f"reward.weights={{redness: 2, '{HOST}': 1}}")
@@ -178,7 +178,7 @@ def test_a_reward_says_whether_the_first_frame_is_all_that_it_reads(folder, sett
     assert build(folder, *settings).reward.reads_first_frame_alone == first
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_gradient_of_the_reward_decodes_chunks_of_frames(folder):
     """It equals that through the whole clip, to 1e-5 of the largest component.
 

@@ -189,7 +189,7 @@ def same_bits(a, b):
     return all(map(np.array_equal, *map(jax.tree.leaves, jax.device_get((a, b)))))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_iteration_depends_on_no_scale():
     """Who is kept, the advantages and the new policy, to the bit; and the metric "reward" is still
     the weighted sum.

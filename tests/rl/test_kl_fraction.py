@@ -39,7 +39,7 @@ def config_of(fraction, kl_coef=CONFIG.algorithm.kl_coef):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "mesh",
     [

@@ -47,7 +47,7 @@ def test_the_reward_gets_whole_clips_and_tells_motions_apart():
     assert backwards["motion/moves"].tolist() == [0, 0, 0, 0, 1]  # staying still is symmetric
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_clips_of_the_base_follow_their_captions():
     """`docs/embedded.md` has the scores of more clips: 0.654 of reward and 0.708 of motions at this
     guidance scale, with standard deviations of clips below 0.4 and 0.5.

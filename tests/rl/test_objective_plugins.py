@@ -52,6 +52,9 @@ def test_it_is_found_in_the_working_directory_whoever_asks_first(tmp_path, monke
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
     config = small_config("unused", "objective=objective_of_this_test:loss")
     assert config.algorithm.trains_on == "pairs"
+    (tmp_path / "script_of_this_test.py").write_text("import sys\nsys.exit(3)\n")
+    with pytest.raises(InputError, match=r"cannot be imported \(SystemExit: 3\)"):
+        load_objective("script_of_this_test:loss")
     absent = small_config("unused", "objective=no_such_module:loss")
     with pytest.raises(InputError, match=r"algorithm\.objective='no_such_module:loss': cannot be"):
         _ = absent.algorithm.trains_on

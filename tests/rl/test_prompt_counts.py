@@ -56,7 +56,7 @@ def test_every_released_preset_has_its_prompts():
     load_prompts(prompts.test, "prompts.test")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("toy_model")
 def test_a_run_on_one_prompt_records_it_and_goes_on(tmp_path, capsys):
     (tmp_path / "one.txt").write_text("a red circle\n")

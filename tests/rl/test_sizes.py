@@ -77,7 +77,7 @@ def test_each_size_is_traced_once(toy):
     assert not np.any(counts[3:])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_an_iteration_is_that_of_a_run_of_its_size_alone(toy):
     """Bit for bit: the noise of a candidate depends on its address and the size, and on no other
     size of the run.

@@ -257,7 +257,7 @@ def test_an_update_is_the_loop_over_terms_and_the_optimizers_step(backbones, mes
     assert metrics["old_decay"] == pytest.approx(0.001)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mesh", "micro"),
     [
@@ -317,7 +317,7 @@ def test_a_row_of_weight_0_changes_nothing_whatever_it_holds(backbones, bad, mic
             assert metrics["grad_norm"] == pytest.approx(norm(gradient), rel=TOLERANCE)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mesh", first_is_quick(reversed([*MESHES][1:])))
 def test_rows_of_weight_0_change_nothing_on_a_mesh(backbones, mesh):
     backbone = backbones[mesh]

@@ -193,6 +193,12 @@ def test_the_example_guides_as_the_run_does(scale, guidance):
     compile(example.split("```")[1].removeprefix("python"), "example", "exec")
 
 
+def test_every_pipeline_in_diffusers_is_told_the_number_of_tokens():
+    for name in PIPELINES:
+        accepted = inspect.signature(getattr(diffusers, name).__call__).parameters
+        assert "max_sequence_length" in accepted, name
+
+
 @pytest.mark.parametrize(
     ("model", "scale", "arguments"),
     [
@@ -213,7 +219,7 @@ def test_the_example_has_the_arguments_of_its_pipeline_in_diffusers(model, scale
     tokens = f"max_sequence_length={config.model.max_sequence_length},"
     assert lines[start + 1 : lines.index(").images[0]")] == [*arguments, tokens]
     accepted = inspect.signature(getattr(diffusers, kind.kind).__call__).parameters
-    assert all(argument.split("=")[0] in accepted for argument in arguments)
+    assert all(argument.split("=")[0] in accepted for argument in (*arguments, tokens))
 
 
 @pytest.mark.parametrize("adapters", [True, False])

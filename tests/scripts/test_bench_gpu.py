@@ -86,7 +86,7 @@ def test_a_step_that_takes_too_long_is_ended(tmp_path):
     assert (record.state, record.result) == ("cut off", {})
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_errors_are_recorded_and_the_others_go_on(tmp_path, monkeypatch):
     record = step.run(task(tmp_path, "steps", "no-such-model"))
     assert (record.state, record.reason) == ("failed", "KeyError: 'no-such-model'")

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxtyping import Array
 
@@ -56,8 +57,8 @@ class Flux2KleinPipeline(Pipeline):
     The text encoder is Qwen3: three of its hidden states, concatenated, are the features of each
     text token. The distilled models (`is_distilled` in `model_index.json`, by default false) were
     trained to give guided results from one evaluation without a guidance scale; for them the
-    attribute `embedded_guidance` (guidance is built into the transformer) is True, and neither
-    scale may ask for guidance. The base models use classifier-free guidance, with two evaluations.
+    attribute `embedded_guidance` (guidance is built into the transformer) is True. The base models
+    use classifier-free guidance, with two evaluations.
 
     `Flux2KleinPipeline(folder, gradient_checkpointing)` opens a model directory (a `Path`) in the
     layout of diffusers without reading a weight. It raises FileNotFoundError if a configuration
@@ -134,29 +135,40 @@ class Flux2KleinPipeline(Pipeline):
             raise unsupported(str(index), "is_distilled", distilled, "True, False")
         self.embedded_guidance = distilled
 
+    @classmethod
+    def diffusers_guidance(cls, guidance_scale: float, true_cfg_scale: float) -> dict[str, Any]:
+        """Returns the arguments with which the pipeline of diffusers guides as a run does.
+
+        Args:
+            guidance_scale: `rollout.guidance_scale` of the run.
+            true_cfg_scale: ignored: the pipeline of diffusers cannot guide a distilled model.
+
+        Returns:
+            The arguments by name: "guidance_scale".
+        """
+        return {"guidance_scale": guidance_scale}
+
     def check_guidance(
         self, guidance_scale: float, true_cfg_scale: float, section: str = ""
     ) -> None:
-        """Checks both scales as `Pipeline.check_guidance`. The distilled models take neither, as in
-        diffusers.
+        """Checks both scales as `Pipeline.check_guidance`. The distilled models take no guidance
+        scale; they can be guided by `true_cfg_scale`.
 
         Args:
             guidance_scale: the guidance scale.
-            true_cfg_scale: the scale of classifier-free guidance in addition to embedded guidance.
+            true_cfg_scale: the scale of classifier-free guidance of a distilled model.
             section: what precedes the names of both in messages, e.g. "rollout.".
 
         Raises:
-            InputError: `true_cfg_scale` is not 1 for a base model, or either is above 1 for a
-                distilled one.
+            InputError: `true_cfg_scale` is not 1 for a base model, or `guidance_scale` is above 1
+                for a distilled one.
         """
         super().check_guidance(guidance_scale, true_cfg_scale, section)
-        scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale}
-        for name, scale in scales.items():
-            if self.embedded_guidance and scale > 1:
-                raise InputError(
-                    f"{section}{name}={scale}: must be at most 1 for a distilled FLUX.2-klein, "
-                    "which takes no guidance scale"
-                )
+        if self.embedded_guidance and guidance_scale > 1:
+            raise InputError(
+                f"{section}guidance_scale={guidance_scale}: must be at most 1 for a distilled "
+                "FLUX.2-klein, which takes no guidance scale"
+            )
 
     @property
     def shift_formula(self) -> Callable[[int, int], float]:
