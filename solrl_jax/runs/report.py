@@ -513,14 +513,14 @@ def _read_cells(path: RunPath) -> dict[str, Any]:
         first, _ = grid[0]
         size = f"{first.height} x {first.width}"  # before `_data_url` shrinks the image
     clips, seconds = read_moving_grid(path, MAX_FRAMES, MAX_PIXELS)
-    shown = clips or [[image] for image, _ in grid]
+    frames_by_cell = clips or [[image] for image, _ in grid]
     return {
         "size": size,
         "cells": [
             # Files of earlier runs have the fact "phase" under the name "stage".
             {"phase" if name == "stage" else name: fact for name, fact in facts.items()}
             | {"src": _data_url(frames, seconds)}
-            for frames, (_, facts) in zip(shown, grid, strict=True)
+            for frames, (_, facts) in zip(frames_by_cell, grid, strict=True)
         ],
     }
 

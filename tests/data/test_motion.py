@@ -75,6 +75,7 @@ def test_another_color_or_shape_is_not_strict():
     assert verdict.score.max() < 0.85
 
 
+@pytest.mark.slow
 def test_an_empty_clip_scores_nothing():
     empty = np.broadcast_to(np.float32(BACKGROUND) / 255, (5, 5, 32, 32, 3))
     verdict = judged(empty, [scene.caption for scene in SCENES])
@@ -115,6 +116,7 @@ def test_a_jump_is_no_motion():
     assert not verdict.strict.any()
 
 
+@pytest.mark.slow
 def test_a_second_object_is_not_strict():
     captions = ["a red circle moves up"]
     images = drawn(captions)

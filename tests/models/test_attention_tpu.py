@@ -109,6 +109,7 @@ def test_several_blocks(t, s, dtype, tolerance):
     same(value_and_gradients(flash), value_and_gradients(written_out), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [24, 30])
 def test_heads_in_groups_of_rows_are_the_same_heads(rows, monkeypatch):
     x = jnp.arange(2 * rows * 6 * H, dtype=jnp.float32).reshape(2, rows, 6 * H)

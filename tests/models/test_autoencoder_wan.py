@@ -204,7 +204,7 @@ CHUNKS = {  # name: (changes to the config; frames, height and width; latent fra
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", first_is_quick(CHUNKS))
+@pytest.mark.parametrize("name", CHUNKS)
 def test_clips_are_decoded_in_chunks_as_they_are_whole(name):
     """Also their gradients, to 1e-5 of the largest value."""
     changes, size, chunk = CHUNKS[name]
@@ -256,7 +256,7 @@ def test_more_chunks_add_no_convolutions():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("gradient", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("gradient", [False, True])
 def test_chunks_save_memory(gradient):
     """Compiled, not run."""
     chunked, whole = (

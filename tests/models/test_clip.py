@@ -153,6 +153,7 @@ def test_text(pair):
     ).all()
 
 
+@pytest.mark.slow
 def test_image(pair):
     reference, model = pair
     pixels = images(model.config, np.random.default_rng(2))

@@ -122,6 +122,7 @@ def outputs(reference, ids) -> list:
     return [out.hidden_states[-2], out.last_hidden_state, pooled]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", first_is_quick(CASES))
 def test_outputs_and_gradients_equal_transformers(case):
     """The gradient is that of the table of tokens, by each output: rows of it are the inputs."""

@@ -236,10 +236,8 @@ def test_a_size_without_positions_is_refused(height, width):
         jax.eval_shape(lambda x: nnx.merge(graphdef, params)(**x), inputs({}, height, width))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "dual", [(), pytest.param((0, 1), marks=pytest.mark.exhaustive)], ids=["large", "medium"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dual", [(), (0, 1)], ids=["large", "medium"])
 def test_bfloat16_is_as_close_to_float32_as_diffusers(dual):
     overrides = dict(
         num_attention_heads=4,

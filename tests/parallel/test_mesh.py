@@ -108,7 +108,7 @@ def exploring_on_one(built):
     return exploring(built("one"))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", DIVIDED)
 def test_the_policy_that_explores_is_the_same_to_the_bit_on_any_mesh(name, built, exploring_on_one):
     """Codes, scales and corrections. A sum in parts rounds differently, and can change a code."""

@@ -48,6 +48,7 @@ def scores(weights, images, index, prompts=PROMPTS):
     return {name: np.asarray(value) for name, value in jax.device_get(out).items()}
 
 
+@pytest.mark.slow
 def test_tiny_clip_equals_transformers(pictures):
     theirs = CLIPModel.from_pretrained(EMBEDDED_FOLDER / "tiny-clip").eval()
     tokens = make_reward({"tiny-clip": 1.0}).prepare(PROMPTS)["tiny-clip"]

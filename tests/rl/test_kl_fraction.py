@@ -43,7 +43,7 @@ def config_of(fraction, kl_coef=CONFIG.algorithm.kl_coef):
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param((1, 1), id="one device", marks=pytest.mark.exhaustive),
+        pytest.param((1, 1), id="one device"),
         pytest.param((2, 1, 2), id="data=2 tensor=2"),
     ],
 )
@@ -94,7 +94,7 @@ def test_every_term_is_drawn_equally_often_even_if_terms_share_a_seed():
     assert abs(counts / draws - 1 / 3).max() < 4.5 * np.sqrt(1 / 3 * 2 / 3 / draws)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_reference_costs_its_fraction():
     """Operations by XLA's count, between those without a KL term and those with all of it.
 

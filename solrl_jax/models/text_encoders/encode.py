@@ -236,9 +236,9 @@ class TextEncoders:
             PermissionError: `find` raised it in this process.
             RunError: `find` failed in another process, or one does not answer for 30 minutes.
         """
-        found: list[T] = []
-        hosts.run_on_every(lambda: found.extend(map(find, self._keys(tokens))))
-        return found
+        results: list[T] = []
+        hosts.run_on_every(lambda: results.extend(map(find, self._keys(tokens))))
+        return results
 
     def _keys(self, tokens: Tokens) -> list[str]:
         """Returns the keys under which the cache stores the encodings of prompts.
