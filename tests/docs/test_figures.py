@@ -300,6 +300,7 @@ def test_what_the_compilers_say():
         "FLUX.1-dev on 8 devices": "flux1",
         "FLUX.1-dev on 4 devices": "flux1",
         "SD3.5 Large": "sd3",
+        "SD3.5 Large on 8 devices": "sd3",
         "SANA 1.6B": "sana",
         "Z-Image": "zimage",
         "FLUX.2-klein 4B": "flux2-klein-4b",
