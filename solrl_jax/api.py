@@ -15,7 +15,7 @@ from jaxtyping import Float
 
 from solrl_jax.config.presets import resolve
 from solrl_jax.config.schema import Precision
-from solrl_jax.config.values import brief_repr, expand_home
+from solrl_jax.config.values import brief_repr
 from solrl_jax.errors import InputError, as_input_error
 from solrl_jax.models.backbone import DTYPES, load_backbone
 from solrl_jax.models.locate import mhla_override, open_model
@@ -43,7 +43,7 @@ from solrl_jax.runs.model_card import add_card, check_name, check_replaceable
 from solrl_jax.runs.progress import TerminalProgress
 from solrl_jax.storage import files
 from solrl_jax.storage.hub import check_login, push
-from solrl_jax.storage.stores import RunPath, local_path, run_path
+from solrl_jax.storage.stores import RunPath, expand_home, local_path, run_path
 
 
 def load(preset: str, *overrides: str) -> Experiment:
@@ -611,7 +611,7 @@ def export(
         for option, flag in (("private", private), ("dry_run", dry_run)):
             if flag:
                 raise InputError(f"{option}=True: is for an upload; it needs hub=OWNER/NAME")
-        out = _own_path("out", out)
+        out = local_path("out", out)
         return _export_files(
             directory, out, form=form, dtype=dtype, fold_alpha=fold_alpha, checkpoint=checkpoint,
             force=force,
@@ -624,7 +624,7 @@ def export(
             f"hub={hub}: {directory} is in an object store; a run is published from a disk, so "
             "copy it to one"
         )
-    folder = directory / "hub" if out is None else _own_path("out", out)
+    folder = directory / "hub" if out is None else local_path("out", out)
     config = read_run(directory)
     check_replaceable(folder)
     files.refuse_existing("out", [folder], force, folders=True)
@@ -763,7 +763,7 @@ def export_lora(
         raise InputError(f"form={brief_repr(form)}: accepted: diffusers, peft")
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
     table = experiment.backbone.parameter_table()
-    out = _own_path("path", path)
+    out = local_path("path", path)
     transformer_files.refuse_component(out, experiment.backbone.pipeline.folder)
     if form == "peft":
         lora_files.export_peft(out, adapters, settings, table)
@@ -791,7 +791,7 @@ def export_transformer(experiment: Experiment, trained: Trainable, folder: str |
         RunError: If the disk refuses.
     """
     settings = LoraSettings(experiment.config.lora.rank, experiment.config.lora.alpha)
-    folder = _own_path("folder", folder)
+    folder = local_path("folder", folder)
     transformer_files.export_transformer(folder, experiment.backbone, trained, settings)
 
 
@@ -814,20 +814,4 @@ def import_lora(experiment: Experiment, path: str | Path) -> tuple[Trainable, Lo
         InputError: If the file cannot be read, does not fit the model, is not finite, or has parts
             that are not supported (adapters of text encoders, trained biases, DoRA).
     """
-    return lora_files.import_lora(_own_path("path", path), experiment.backbone.parameter_table())
-
-
-def _own_path(argument: str, path: str | Path) -> Path:
-    """Returns a path of this machine, in which `~` is expanded.
-
-    Args:
-        argument: The name of the argument that has the path, for messages.
-        path: The path, which need not exist.
-
-    Raises:
-        InputError: If it is the URL of an object store, or begins with the `~USER` of a user that
-            does not exist.
-    """
-    with as_input_error(lambda message: f"{argument}={path}: {message}"):
-        expanded = expand_home(str(path))
-    return local_path(argument, expanded)
+    return lora_files.import_lora(local_path("path", path), experiment.backbone.parameter_table())

@@ -257,8 +257,6 @@ def find_missing(config: Config) -> dict[str, Any]:
         with noted():
             judges[name] = _probe_judge(name, config)
     with noted():
-        check_guidance(config, open_configurations(config.model.path))
-    with noted():
         weights |= check_sizes(config)
     with noted():
         if not _model_download(config):
@@ -395,6 +393,7 @@ def check_sizes(config: Config) -> dict[str, int]:
             f"transformer and has {memory / 1e9:.3g} GB; expected more devices and mesh.fsdp, or a "
             "smaller model"
         )
+    check_guidance(config, pipeline)
     trained_paths, _ = select_parameters(config, pipeline, first_device_info())
     check_memory(config, pipeline, trained_paths, sharding.row_groups(mesh))
     return part_sizes

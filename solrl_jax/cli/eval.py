@@ -20,7 +20,6 @@ from solrl_jax.cli.options import (
 )
 from solrl_jax.config.presets import preset_names
 from solrl_jax.config.schema import Config
-from solrl_jax.config.values import expand_home
 from solrl_jax.errors import InputError
 from solrl_jax.rl.experiment import Experiment
 from solrl_jax.rl.trainable.trainable import Trainable
@@ -35,7 +34,7 @@ from solrl_jax.runs.evaluate import (
 )
 from solrl_jax.runs.image_files import save_before_after
 from solrl_jax.storage.files import refuse_existing, writable_directory
-from solrl_jax.storage.stores import StoreError
+from solrl_jax.storage.stores import StoreError, expand_home
 
 SHOWN = (8, 4)  # prompts of a gallery, images of each
 

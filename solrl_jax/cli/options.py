@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from solrl_jax.config.values import MAX_NUMBER, expand_home
+from solrl_jax.config.values import MAX_NUMBER
 from solrl_jax.storage.readers import is_short_digits, to_strict_json
-from solrl_jax.storage.stores import is_url, run_path
+from solrl_jax.storage.stores import expand_home, is_url, run_path
 
 INTERRUPTED = 130  # the exit code of a command that Ctrl-C, SIGTERM or SIGHUP ended
 

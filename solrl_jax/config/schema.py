@@ -44,9 +44,8 @@ from solrl_jax.config.values import (
     Sizes,
     Text,
     contains_secret,
-    expand_home,
 )
-from solrl_jax.storage.stores import check_run_dir
+from solrl_jax.storage.stores import check_run_dir, expand_home
 
 # Objectives of the package (`rl/objectives/`) and what each trains on:
 # "samples": the kept samples, noised to a sigma of the schedule;

@@ -5,7 +5,6 @@ configuration is read from YAML or from overrides (`config.presets`). Rules betw
 checked by the sections themselves (`config.schema`).
 """
 
-import os
 import re
 import urllib.parse
 from typing import Annotated, Any
@@ -19,6 +18,8 @@ from pydantic import (
     JsonValue,
     Strict,
 )
+
+from solrl_jax.storage.stores import expand_home
 
 # Parts of the names of URL parameters that hold secrets, as a regular expression.
 SECRET_WORDS = "key|token|secret|pass|auth|signature"
@@ -60,25 +61,6 @@ def brief_repr(value: Any) -> str:
     parameter = rf"([?&;#](?:sig|[\w.-]*(?:{SECRET_WORDS})[\w.-]*)=)[^&;#\s'\"]+"
     text = re.sub(parameter, r"\1...", text, flags=re.IGNORECASE)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def expand_home(path: str) -> str:
-    """Returns a path in which the home directory takes the place of a leading `~` or `~USER`.
-
-    Shells do not expand the `~` in an override such as `run.dir=~/runs/x`.
-
-    Args:
-        path: The path, which need not exist. Without a leading `~` it is returned as it is.
-
-    Raises:
-        ValueError: If there is no such user, or no home directory.
-    """
-    if not path.startswith("~"):
-        return path
-    expanded = os.path.expanduser(path)
-    if expanded == path:
-        raise ValueError(f"no home directory of {path.partition('/')[0]} is known")
-    return expanded
 
 
 def contains_secret(name: str) -> bool:

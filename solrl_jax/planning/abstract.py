@@ -30,6 +30,7 @@ from solrl_jax.rewards.registry import open_rewards, reward_names
 from solrl_jax.rewards.sources import PACKAGED_CONFIGS
 from solrl_jax.rl.experiment import (
     Experiment,
+    check_guidance,
     check_loaded_objective,
     load_prompt_sets,
     read_instruction,
@@ -116,6 +117,7 @@ def abstract_experiment(
     model = config.model
     dtype = DTYPES[config.rollout.precision]
     rows = sharding.row_mesh(mesh)
+    check_guidance(config, pipeline)
     trained_paths, quantized = select_parameters(config, pipeline, device)
     check_tile(model.vae_tile_size, pipeline)
     encoders = TextEncoders(pipeline, rows, dtype, cache=None)

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from solrl_jax.config.presets import resolve
-from solrl_jax.config.values import expand_home
 from solrl_jax.errors import InputError
 from solrl_jax.planning import topology
 from solrl_jax.planning.targets import TARGETS
@@ -75,7 +74,7 @@ def plan(
     config = resolve(preset, overrides)
     if device not in TARGETS:
         raise InputError(f"device={device!r}: expected one of {', '.join(TARGETS)}")
-    folder = None if hlo is None else local_path("hlo", expand_home(str(hlo)))
+    folder = None if hlo is None else local_path("hlo", hlo)
     refuse_existing("hlo", folder.glob("*.hlo") if folder else (), force)
     topology.prepare(TARGETS[device])  # before JAX is imported
     from solrl_jax.planning.plan import Devices

@@ -424,8 +424,8 @@ def open_function(
 
     Raises:
         InputError: If the function cannot be imported, is no function, has no signature, or does
-            not accept these arguments with these options; or if it is defined in
-            a notebook or an interactive session.
+            not accept these arguments with these options; or if it is defined in a notebook or an
+            interactive session.
     """
     if target.startswith("__main__:") and not hasattr(sys.modules["__main__"], "__file__"):
         raise InputError(

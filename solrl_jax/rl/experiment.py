@@ -595,7 +595,8 @@ def _check_scoring(
 
 
 def check_guidance(config: Config, pipeline: Pipeline) -> None:
-    """Checks that an objective that trains on recorded states has no classifier-free guidance.
+    """Checks that the scales of guidance have an effect on the model (`Pipeline.check_guidance`),
+    and that an objective that trains on recorded states has no classifier-free guidance.
 
     Objectives on transitions and on reward gradients train on recorded states. With guidance, the
     steps at these states would not be predicted by the trained policy alone.
@@ -607,12 +608,14 @@ def check_guidance(config: Config, pipeline: Pipeline) -> None:
             else `rollout.guidance_scale`.
 
     Raises:
-        InputError: If such an objective is combined with a classifier-free scale above 1, or an
-            objective cannot be imported.
+        InputError: If a scale has no effect, such an objective is combined with a classifier-free
+            scale above 1, or an objective cannot be imported.
         ConfigError: If the attribute `trains_on` of the objective has an unknown value.
     """
+    rollout = config.rollout
+    pipeline.check_guidance(rollout.guidance_scale, rollout.true_cfg_scale, "rollout.")
     field = "true_cfg_scale" if pipeline.embedded_guidance else "guidance_scale"
-    scale = getattr(config.rollout, field)
+    scale = getattr(rollout, field)
     if config.algorithm.trains_on in ("transitions", "reward_gradients") and scale > 1:
         objective = config.algorithm.objective
         raise InputError(
@@ -641,14 +644,12 @@ def select_parameters(
         returned even if the format quantizes nothing.
 
     Raises:
-        InputError: If a scale of guidance has no effect on the model (`Pipeline.check_guidance`);
-            if a pattern or rule matches no parameter; if one of `lora.target_modules` matches a
-            parameter that is not the kernel of a linear layer; or if the format of exploration
-            quantizes and the rules leave it no linear layer.
+        InputError: If a pattern or rule matches no parameter; if one of `lora.target_modules`
+            matches a parameter that is not the kernel of a linear layer; or if the format of
+            exploration quantizes and the rules leave it no linear layer.
     """
     model = config.model
     rollout = config.rollout
-    pipeline.check_guidance(rollout.guidance_scale, rollout.true_cfg_scale, "rollout.")
     shapes = pipeline.transformer.abstract_params(DTYPES[rollout.precision])
     explore_format = resolve_format(rollout.explore.precision, device)
     with as_input_error():

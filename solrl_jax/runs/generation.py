@@ -34,7 +34,6 @@ from solrl_jax.config.values import (
     Size,
     Text,
     brief_repr,
-    expand_home,
 )
 from solrl_jax.data.prompts import Prompt, check_text, load_instruction
 from solrl_jax.diffusion.released import read_scheduler
@@ -58,7 +57,7 @@ from solrl_jax.rl.trainable.trainable import Trainable
 from solrl_jax.runs.directory import find_checkpoint, is_run, load_ema, read_run
 from solrl_jax.storage.hub import CARRIED
 from solrl_jax.storage.readers import parse_json, read_text
-from solrl_jax.storage.stores import run_path
+from solrl_jax.storage.stores import expand_home, run_path
 
 DEFAULT_NUM_STEPS = 10  # for a model directory, which does not say how many steps it needs
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from solrl_jax.errors import InputError, RunError, first_line
+from solrl_jax.errors import InputError, RunError, as_input_error, first_line
 
 # The stores by the beginning of their URLs, and the package of fsspec that reads each.
 PACKAGES = {"gs": "gcsfs", "s3": "s3fs"}
@@ -416,6 +416,25 @@ def is_url(text: str) -> bool:
     return text.startswith(tuple(f"{scheme}://" for scheme in PACKAGES))
 
 
+def expand_home(path: str) -> str:
+    """Returns a path in which the home directory takes the place of a leading `~` or `~USER`.
+
+    Shells do not expand the `~` in an override such as `run.dir=~/runs/x`.
+
+    Args:
+        path: The path, which need not exist. Without a leading `~` it is returned as it is.
+
+    Raises:
+        ValueError: If there is no such user, or no home directory.
+    """
+    if not path.startswith("~"):
+        return path
+    expanded = os.path.expanduser(path)
+    if expanded == path:
+        raise ValueError(f"no home directory of {path.partition('/')[0]} is known")
+    return expanded
+
+
 def run_path(path: str | Path | StorePath) -> RunPath:
     """Returns the path of a run directory. Nothing is read.
 
@@ -442,16 +461,20 @@ def run_path(path: str | Path | StorePath) -> RunPath:
 
 
 def local_path(argument: str, path: str | Path) -> Path:
-    """Returns a path of this machine, and refuses the URL of an object store.
+    """Returns a path of this machine, in which `~` is expanded, and refuses the URL of an object
+    store.
 
     Args:
-        argument: The name of the argument that has the path, for the message.
-        path: The path, in which "~" is not expanded. It need not exist.
+        argument: The name of the argument that has the path, for messages.
+        path: The path, which need not exist.
 
     Raises:
-        InputError: If `path` is the URL of a store (gs:// or s3://).
+        InputError: If `path` is the URL of a store (gs:// or s3://), or begins with the `~USER` of
+            a user that does not exist.
     """
-    local = run_path(path)
+    with as_input_error(lambda message: f"{argument}={path}: {message}"):
+        expanded = expand_home(str(path))
+    local = run_path(expanded)
     if not isinstance(local, Path):
         raise InputError(f"{argument}={path}: expected a path on this machine, not in a store")
     return local

@@ -22,10 +22,10 @@ from solrl_jax.config.values import (
     Seed,
     Text,
     contains_secret,
-    expand_home,
 )
 from solrl_jax.errors import InputError
 from solrl_jax.rewards.judge.templates import Template, read_template
+from solrl_jax.storage.stores import expand_home
 
 Scale = Annotated[tuple[Number, Number], Field(strict=False)]
 # Requests that need log-probabilities answer with one token.
